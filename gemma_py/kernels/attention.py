@@ -39,7 +39,7 @@ from gemma_py.kernels.simd.vectors import (
     load_splat,
     mask_and,
     mul,
-    prefetch,
+    prefetch_to_l2,
     select,
     splat,
     store,
@@ -53,23 +53,11 @@ _F = np.float32
 _ZERO, _ONE, _INFINITY = _F(0.0), _F(1.0), _F(np.inf)
 
 
-@inlined
-def _prefetch_rows(array, ring, base, t, stop, left, right):
-    """Prefetch columns left .. right - 1 of the rows of positions t .. stop - 1.
-
-    A block of few queries takes so little time for each row that the hardware prefetcher would load the rows too late.
-    """
-    for position in range(t, stop):
-        row = base + position % ring.capacity * ring.row_stride
-        for e in range(left, right, LANES):
-            prefetch(array, row + e)
-
-
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 
 @inlined
-def _scores_by_query_lanes(ring, row, keys, q, q_at, out, at):
+def _scores_by_query_lanes(ring, row, keys, q, q_at, out, at, ahead):
     """Compute out[key, query] = sum over e of k[key, e] * q[e, query], e ascending, for COLUMNS queries.
 
     A vector has one lane for each query, so that an element of a key is loaded once for all queries. ROWS keys are computed
@@ -79,13 +67,15 @@ def _scores_by_query_lanes(ring, row, keys, q, q_at, out, at):
     for key in range(0, keys, ROWS):
         k = row_offsets(row + key * ring.row_stride, ring.row_stride, keys - key, ROWS)
         totals = zero_totals(k, VECTORS)
+        next_rows = row + key * ring.row_stride + ahead
         for e in range(ring.E):
+            prefetch_to_l2(ring.keys, next_rows + e % ROWS * ring.row_stride + e // ROWS * ROWS)
             totals = add_products(ring.keys, k, e, q, q_at + e * COLUMNS, LANES, totals)
         store_totals(out, row_offsets(at + key * QUERY_BLOCK, QUERY_BLOCK, ROWS, ROWS), 0, totals)
 
 
 @inlined
-def _scores_by_key_lanes(ring, row, q, lane, out, at, spare):
+def _scores_by_key_lanes(ring, row, q, lane, out, at, spare, ahead):
     """Compute the scores of sixteen keys and four queries, from query `lane` on. E must be a multiple of 4.
 
     spare: the index in `out` of sixteen numbers that this function may overwrite
@@ -96,6 +86,8 @@ def _scores_by_key_lanes(ring, row, q, lane, out, at, spare):
     s0, s1, s2, s3 = zero(), zero(), zero(), zero()
     for e in range(0, ring.E, 4):
         from_lane = e * COLUMNS + lane
+        for key in range(4):
+            prefetch_to_l2(ring.keys, row + ahead + (e + key) % LANES * ring.row_stride + e // LANES * LANES)
         for column, k in enumerate(load_columns(ring.keys, row + e, ring.row_stride)):
             s0 = vector_fma(k, load_splat(q, from_lane + column * COLUMNS), s0)
             s1 = vector_fma(k, load_splat(q, from_lane + column * COLUMNS + 1), s1)
@@ -108,7 +100,7 @@ def _scores_by_key_lanes(ring, row, q, lane, out, at, spare):
 
 
 @inlined
-def _make_scores(ring, base, begin, end, block, scratch, layout):
+def _make_scores(ring, base, begin, end, block, scratch, layout, ahead):
     """Compute the scores of keys begin .. end - 1 of a tile for all queries of the block.
 
     A key is skipped if none of COLUMNS neighbouring queries sees it.
@@ -123,9 +115,9 @@ def _make_scores(ring, base, begin, end, block, scratch, layout):
             if block.used <= FEW_QUERIES and keys >= LANES and ring.E % 4 == 0:
                 keys = LANES
                 for query in range(0, block.used, 4):
-                    _scores_by_key_lanes(ring, row, scratch, layout.q + query, scratch, to + query, layout.rescale)
+                    _scores_by_key_lanes(ring, row, scratch, layout.q + query, scratch, to + query, layout.rescale, ahead)
             else:
-                _scores_by_query_lanes(ring, row, keys, scratch, layout.q + lane * ring.E, scratch, to)
+                _scores_by_query_lanes(ring, row, keys, scratch, layout.q + lane * ring.E, scratch, to, ahead)
             t += keys
 
 
@@ -136,7 +128,7 @@ def _make_add_values(rows):
     """Return the function `add_values`, which computes `rows` queries at a time."""
 
     @inlined
-    def add_values(ring, base, t, keys, scratch, weights, rescale, out, used, left, right):
+    def add_values(ring, base, t, keys, scratch, weights, rescale, out, used, left, right, ahead):
         """Compute out[query, e] = out[query, e] * rescale[query] + sum over keys of weight[key, query] * v[key, e].
 
         The keys are positions t .. t + keys - 1, and the columns e are left .. right - 1. `weights`, `rescale` and `out`
@@ -155,8 +147,11 @@ def _make_add_values(rows):
                 w = row_offsets(weights + query, 1, rows, rows)
                 totals = load_totals(scratch, o, e, VECTORS)
                 totals = scale_totals(scratch, row_offsets(rescale + query, 1, rows, rows), totals)
+                next_rows = ahead if query == 0 else 0
                 for key in range(until_wrap):
                     row = first + key * stride + e
+                    for line in range(0, COLUMNS, LANES):
+                        prefetch_to_l2(values, row + next_rows + line)
                     totals = add_products(scratch, w, key * QUERY_BLOCK, values, row, LANES, totals)
                 for key in range(until_wrap, keys):
                     row = wrapped + key * stride + e
@@ -178,14 +173,14 @@ _add_values_of_many, _add_values_of_one = _make_add_values(ROWS), _make_add_valu
 
 
 @inlined
-def _add_values_of_queries(ring, base, begin, t, stop, lane, used, block, scratch, layout):
+def _add_values_of_queries(ring, base, begin, t, stop, lane, used, block, scratch, layout, ahead):
     """Add the values of keys t .. stop - 1 to `used` queries that all see these keys.
 
     begin: the first position of the tile of keys
     """
     weights, out = layout.scores + (t - begin) * QUERY_BLOCK + lane, layout.out + lane * ring.E
     left, right = block.left, block.right
-    _add_values_of_many(ring, base, t, stop - t, scratch, weights, layout.rescale + lane, out, used, left, right)
+    _add_values_of_many(ring, base, t, stop - t, scratch, weights, layout.rescale + lane, out, used, left, right, ahead)
     for query in range(lane, lane + used):
         scratch[layout.rescale + query] = _ONE
 
@@ -196,12 +191,12 @@ def _add_values_of_query(ring, base, begin, t, stop, query, block, scratch, layo
     if t < stop:
         weights, out = layout.scores + (t - begin) * QUERY_BLOCK + query, layout.out + query * ring.E
         left, right = block.left, block.right
-        _add_values_of_one(ring, base, t, stop - t, scratch, weights, layout.rescale + query, out, 1, left, right)
+        _add_values_of_one(ring, base, t, stop - t, scratch, weights, layout.rescale + query, out, 1, left, right, 0)
         scratch[layout.rescale + query] = _ONE
 
 
 @inlined
-def _add_values(ring, base, begin, end, block, scratch, layout):
+def _add_values(ring, base, begin, end, block, scratch, layout, ahead):
     """Add the values of keys begin .. end - 1 of a tile to the queries that see them, t ascending for each query.
 
     If every query sees every key, one call adds all values to all queries. Otherwise, ROWS queries at a time are treated
@@ -211,7 +206,7 @@ def _add_values(ring, base, begin, end, block, scratch, layout):
     """
     first, last = keys_of_all(block, 0, block.used)
     if first <= begin and end <= last:
-        _add_values_of_queries(ring, base, begin, begin, end, 0, block.used, block, scratch, layout)
+        _add_values_of_queries(ring, base, begin, begin, end, 0, block.used, block, scratch, layout, ahead)
         return
     for lane in range(0, block.used, ROWS):
         lane_end = min(lane + ROWS, block.used)
@@ -223,7 +218,7 @@ def _add_values(ring, base, begin, end, block, scratch, layout):
             t, stop = keys_of_any(block, query, query + 1)
             _add_values_of_query(ring, base, begin, max(begin, t), min(first, stop), query, block, scratch, layout)
         if first < last:
-            _add_values_of_queries(ring, base, begin, first, last, lane, lane_end - lane, block, scratch, layout)
+            _add_values_of_queries(ring, base, begin, first, last, lane, lane_end - lane, block, scratch, layout, ahead)
         for query in range(lane, lane_end):
             _, stop = keys_of_any(block, query, query + 1)
             _add_values_of_query(ring, base, begin, last, min(end, stop), query, block, scratch, layout)
@@ -341,25 +336,22 @@ def _attend_block(q, ring, params, g, block, scores, scratch, out):
 
     scores: the result of `score_keys` for a single position; if the array is empty, this function computes the scores
     """
-    E, H, base, few = ring.E, params.H, ring.start + g * ring.head_stride, block.used <= FEW_QUERIES
+    E, H, base = ring.E, params.H, ring.start + g * ring.head_stride
     layout = scratch_layout(E)
     _load_queries(q, E, H, g, block, scratch, layout)
     begin, stop = keys_of_any(block, 0, block.used)
     start = begin
     while begin < stop:
         end = min(stop, (begin // TILE + 1) * TILE)
-        if few:
-            _prefetch_rows(ring.values, ring, base, end, min(stop, end + TILE), block.left, block.right)
+        ahead = TILE * ring.row_stride if end < stop else 0
         if scores.shape[0] > 0:
             _copy_scores(scores, (begin - start) * LANES, end - begin, scratch, layout)
         else:
-            if few:
-                _prefetch_rows(ring.keys, ring, base, end, min(stop, end + TILE), 0, E)
-            _make_scores(ring, base, begin, end, block, scratch, layout)
+            _make_scores(ring, base, begin, end, block, scratch, layout, ahead)
         first, last = keys_of_all(block, 0, block.used)
         for lane in range(0, block.used, LANES):
             _make_weights(scratch, layout, lane, begin, end - begin, first <= begin and end <= last, params)
-        _add_values(ring, base, begin, end, block, scratch, layout)
+        _add_values(ring, base, begin, end, block, scratch, layout, ahead)
         begin = end
     for lane in range(block.used):
         row, result = layout.out + lane * E, _row_of(block.first + lane, block.heads, H, g, E)
@@ -427,8 +419,8 @@ def score_keys(q, ring, params, g, origin, row, part, parts, scratch, scores):
     stop = min(stop, (first + tiles * (part + 1) // parts) * TILE)
     while begin < stop:
         end = min(stop, (begin // TILE + 1) * TILE)
-        _prefetch_rows(ring.keys, ring, base, end, min(stop, end + TILE), 0, ring.E)
-        _make_scores(ring, base, begin, end, block, scratch, layout)
+        ahead = TILE * ring.row_stride if end < stop else 0
+        _make_scores(ring, base, begin, end, block, scratch, layout, ahead)
         for key in range(end - begin):
             store(scores, (begin - start + key) * LANES, load(scratch, layout.scores + key * QUERY_BLOCK))
         begin = end
