@@ -56,22 +56,31 @@ _ZERO, _ONE, _INFINITY = _F(0.0), _F(1.0), _F(np.inf)
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 
-@inlined
-def _scores_by_query_lanes(ring, row, keys, q, q_at, out, at, ahead):
-    """Compute out[key, query] = sum over e of k[key, e] * q[e, query], e ascending, for COLUMNS queries.
+def _make_scores_by_query_lanes(prefetches):
+    """Return `scores_by_query_lanes`, which may also prefetch the keys of the next tile, `ahead` elements later."""
 
-    A vector has one lane for each query, so that an element of a key is loaded once for all queries. ROWS keys are computed
-    at a time. If fewer keys are left, the last key is computed several times, and the surplus results go to padding rows of
-    `out`.
-    """
-    for key in range(0, keys, ROWS):
-        k = row_offsets(row + key * ring.row_stride, ring.row_stride, keys - key, ROWS)
-        totals = zero_totals(k, VECTORS)
-        next_rows = row + key * ring.row_stride + ahead
-        for e in range(ring.E):
-            prefetch_to_l2(ring.keys, next_rows + e % ROWS * ring.row_stride + e // ROWS * ROWS)
-            totals = add_products(ring.keys, k, e, q, q_at + e * COLUMNS, LANES, totals)
-        store_totals(out, row_offsets(at + key * QUERY_BLOCK, QUERY_BLOCK, ROWS, ROWS), 0, totals)
+    @inlined
+    def scores_by_query_lanes(ring, row, keys, q, q_at, out, at, ahead):
+        """Compute out[key, query] = sum over e of k[key, e] * q[e, query], e ascending, for COLUMNS queries.
+
+        A vector has one lane for each query, so that an element of a key is loaded once for all queries. ROWS keys are
+        computed at a time. If fewer keys are left, the last key is computed several times, and the surplus results go to
+        padding rows of `out`.
+        """
+        stride = ring.row_stride
+        for key in range(0, keys, ROWS):
+            k = row_offsets(row + key * stride, stride, keys - key, ROWS)
+            totals, later = zero_totals(k, VECTORS), row + key * stride + ahead
+            for e in range(ring.E):
+                if prefetches:
+                    prefetch_to_l2(ring.keys, later + e % ROWS * stride + e // ROWS * ROWS)
+                totals = add_products(ring.keys, k, e, q, q_at + e * COLUMNS, LANES, totals)
+            store_totals(out, row_offsets(at + key * QUERY_BLOCK, QUERY_BLOCK, ROWS, ROWS), 0, totals)
+
+    return scores_by_query_lanes
+
+
+_scores_by_query_lanes, _scores_and_prefetches = _make_scores_by_query_lanes(False), _make_scores_by_query_lanes(True)
 
 
 @inlined
@@ -116,6 +125,8 @@ def _make_scores(ring, base, begin, end, block, scratch, layout, ahead):
                 keys = LANES
                 for query in range(0, block.used, 4):
                     _scores_by_key_lanes(ring, row, scratch, layout.q + query, scratch, to + query, layout.rescale, ahead)
+            elif ahead > 0:
+                _scores_and_prefetches(ring, row, keys, scratch, layout.q + lane * ring.E, scratch, to, ahead)
             else:
                 _scores_by_query_lanes(ring, row, keys, scratch, layout.q + lane * ring.E, scratch, to, ahead)
             t += keys
@@ -124,8 +135,8 @@ def _make_scores(ring, base, begin, end, block, scratch, layout, ahead):
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def _make_add_values(rows):
-    """Return the function `add_values`, which computes `rows` queries at a time."""
+def _make_add_values(rows, prefetches):
+    """Return `add_values`, which computes `rows` queries at a time, and may also prefetch the values of the next tile."""
 
     @inlined
     def add_values(ring, base, t, keys, scratch, weights, rescale, out, used, left, right, ahead):
@@ -150,8 +161,9 @@ def _make_add_values(rows):
                 next_rows = ahead if query == 0 else 0
                 for key in range(until_wrap):
                     row = first + key * stride + e
-                    for line in range(0, COLUMNS, LANES):
-                        prefetch_to_l2(values, row + next_rows + line)
+                    if prefetches:
+                        for line in range(0, COLUMNS, LANES):
+                            prefetch_to_l2(values, row + next_rows + line)
                     totals = add_products(scratch, w, key * QUERY_BLOCK, values, row, LANES, totals)
                 for key in range(until_wrap, keys):
                     row = wrapped + key * stride + e
@@ -169,7 +181,8 @@ def _make_add_values(rows):
     return add_values
 
 
-_add_values_of_many, _add_values_of_one = _make_add_values(ROWS), _make_add_values(1)
+_add_values_of_many, _add_values_of_one = _make_add_values(ROWS, False), _make_add_values(1, False)
+_add_values_and_prefetch = _make_add_values(ROWS, True)
 
 
 @inlined
@@ -180,7 +193,12 @@ def _add_values_of_queries(ring, base, begin, t, stop, lane, used, block, scratc
     """
     weights, out = layout.scores + (t - begin) * QUERY_BLOCK + lane, layout.out + lane * ring.E
     left, right = block.left, block.right
-    _add_values_of_many(ring, base, t, stop - t, scratch, weights, layout.rescale + lane, out, used, left, right, ahead)
+    if ahead > 0:
+        _add_values_and_prefetch(
+            ring, base, t, stop - t, scratch, weights, layout.rescale + lane, out, used, left, right, ahead
+        )
+    else:
+        _add_values_of_many(ring, base, t, stop - t, scratch, weights, layout.rescale + lane, out, used, left, right, 0)
     for query in range(lane, lane + used):
         scratch[layout.rescale + query] = _ONE
 
@@ -343,7 +361,7 @@ def _attend_block(q, ring, params, g, block, scores, scratch, out):
     start = begin
     while begin < stop:
         end = min(stop, (begin // TILE + 1) * TILE)
-        ahead = TILE * ring.row_stride if end < stop else 0
+        ahead = TILE * ring.row_stride if end < stop and block.used < QUERY_BLOCK else 0
         if scores.shape[0] > 0:
             _copy_scores(scores, (begin - start) * LANES, end - begin, scratch, layout)
         else:
