@@ -15,6 +15,7 @@ import numpy as np
 from gemma_py.kernels.attention_layout import (
     COLUMNS,
     FEW_QUERIES,
+    KEY_LANE_QUERIES,
     LANES,
     QUERY_BLOCK,
     ROWS,
@@ -27,7 +28,15 @@ from gemma_py.kernels.attention_layout import (
 )
 from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.intrinsics import f32_of_bits, fma
-from gemma_py.kernels.simd.tiles import add_products, load_totals, row_offsets, scale_totals, store_totals, zero_totals
+from gemma_py.kernels.simd.tiles import (
+    add_multiples,
+    add_products,
+    load_totals,
+    row_offsets,
+    scale_totals,
+    store_totals,
+    zero_totals,
+)
 from gemma_py.kernels.simd.vectors import (
     add,
     bitcast,
@@ -83,29 +92,35 @@ def _make_scores_by_query_lanes(prefetches):
 _scores_by_query_lanes, _scores_and_prefetches = _make_scores_by_query_lanes(False), _make_scores_by_query_lanes(True)
 
 
-@inlined
-def _scores_by_key_lanes(ring, row, q, lane, out, at, spare, ahead):
-    """Compute the scores of sixteen keys and four queries, from query `lane` on. E must be a multiple of 4.
+def _make_scores_by_key_lanes(queries):
+    """Return `scores_by_key_lanes`, which computes the scores of `queries` queries at a time."""
 
-    spare: the index in `out` of sixteen numbers that this function may overwrite
+    @inlined
+    def scores_by_key_lanes(ring, row, q, lane, out, at, spare, ahead):
+        """Compute the scores of sixteen keys and some queries, from query `lane` on. E must be a multiple of 4.
 
-    A vector has one lane for each key. With one lane for each query, most lanes would be unused while a token is decoded,
-    because there are few queries then.
-    """
-    s0, s1, s2, s3 = zero(), zero(), zero(), zero()
-    for e in range(0, ring.E, 4):
-        from_lane = e * COLUMNS + lane
-        for key in range(4):
-            prefetch_to_l2(ring.keys, row + ahead + (e + key) % LANES * ring.row_stride + e // LANES * LANES)
-        for column, k in enumerate(load_columns(ring.keys, row + e, ring.row_stride)):
-            s0 = vector_fma(k, load_splat(q, from_lane + column * COLUMNS), s0)
-            s1 = vector_fma(k, load_splat(q, from_lane + column * COLUMNS + 1), s1)
-            s2 = vector_fma(k, load_splat(q, from_lane + column * COLUMNS + 2), s2)
-            s3 = vector_fma(k, load_splat(q, from_lane + column * COLUMNS + 3), s3)
-    for query, s in enumerate((s0, s1, s2, s3)):
-        store(out, spare, s)
-        for key in range(16):
-            out[at + key * QUERY_BLOCK + query] = out[spare + key]
+        spare: the index in `out` of sixteen numbers that this function may overwrite
+        ahead: the keys that are this many elements later are prefetched
+
+        A vector has one lane for each key. With one lane for each query, most lanes would be unused while a token is
+        decoded, because there are few queries then.
+        """
+        lanes = row_offsets(lane, 1, queries, queries)
+        totals = zero_totals(lanes, 1)
+        for e in range(0, ring.E, 4):
+            for key in range(4):
+                prefetch_to_l2(ring.keys, row + ahead + (e + key) % LANES * ring.row_stride + e // LANES * LANES)
+            for column, k in enumerate(load_columns(ring.keys, row + e, ring.row_stride)):
+                totals = add_multiples(q, lanes, (e + column) * COLUMNS, k, totals)
+        for query, total in enumerate(totals):
+            store(out, spare, total)
+            for key in range(LANES):
+                out[at + key * QUERY_BLOCK + query] = out[spare + key]
+
+    return scores_by_key_lanes
+
+
+_scores_of_four, _scores_of_more = _make_scores_by_key_lanes(4), _make_scores_by_key_lanes(KEY_LANE_QUERIES)
 
 
 @inlined
@@ -123,8 +138,11 @@ def _make_scores(ring, base, begin, end, block, scratch, layout, ahead):
             row, to = base + slot * ring.row_stride, layout.scores + (t - begin) * QUERY_BLOCK + lane
             if block.used <= FEW_QUERIES and keys >= LANES and ring.E % 4 == 0:
                 keys = LANES
-                for query in range(0, block.used, 4):
-                    _scores_by_key_lanes(ring, row, scratch, layout.q + query, scratch, to + query, layout.rescale, ahead)
+                if block.used <= 4:
+                    _scores_of_four(ring, row, scratch, layout.q, scratch, to, layout.rescale, ahead)
+                else:
+                    for query in range(0, block.used, KEY_LANE_QUERIES):
+                        _scores_of_more(ring, row, scratch, layout.q + query, scratch, to + query, layout.rescale, ahead)
             elif ahead > 0:
                 _scores_and_prefetches(ring, row, keys, scratch, layout.q + lane * ring.E, scratch, to, ahead)
             else:
