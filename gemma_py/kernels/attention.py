@@ -55,7 +55,6 @@ from gemma_py.kernels.simd.vectors import (
     sub,
     zero,
 )
-from gemma_py.kernels.simd.vectors import fma as vector_fma
 from gemma_py.kernels.vector_math import exp, load_up_to, soft_cap, store_up_to
 
 _F = np.float32
@@ -142,7 +141,9 @@ def _make_scores(ring, base, begin, end, block, scratch, layout, ahead):
                     _scores_of_four(ring, row, scratch, layout.q, scratch, to, layout.rescale, ahead)
                 else:
                     for query in range(0, block.used, KEY_LANE_QUERIES):
-                        _scores_of_more(ring, row, scratch, layout.q + query, scratch, to + query, layout.rescale, ahead)
+                        _scores_of_more(
+                            ring, row, scratch, layout.q + query, scratch, to + query, layout.rescale, ahead
+                        )
             elif ahead > 0:
                 _scores_and_prefetches(ring, row, keys, scratch, layout.q + lane * ring.E, scratch, to, ahead)
             else:
