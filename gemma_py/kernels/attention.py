@@ -5,6 +5,9 @@ positions. Each query sees its own range of keys. A lane of a vector computes th
 column of an output. So every sum is one chain of additions: over ascending columns e for a score, and over ascending
 positions t for an output.
 
+A tile of keys also prefetches the next tile, a line after every few multiplications. A burst of prefetches would delay the
+loads that follow. In a full block, the multiplications of a tile take much longer than the loads, so there is no prefetch.
+
 Position t is stored in row t % capacity of the ring. The score of a key that a query does not see is discarded by a select.
 A multiplication by 0 would be wrong, because a row may hold anything, even NaN. Rows that no query of the block sees are
 not read.
@@ -65,7 +68,7 @@ _ZERO, _ONE, _INFINITY = _F(0.0), _F(1.0), _F(np.inf)
 
 
 def _make_scores_by_query_lanes(prefetches):
-    """Return `scores_by_query_lanes`, which may also prefetch the keys of the next tile, `ahead` elements later."""
+    """Return `scores_by_query_lanes`. It may also prefetch the keys of the next tile, which begin `ahead` elements later."""
 
     @inlined
     def scores_by_query_lanes(ring, row, keys, q, q_at, out, at, ahead):
@@ -99,7 +102,7 @@ def _make_scores_by_key_lanes(queries):
         """Compute the scores of sixteen keys and some queries, from query `lane` on. E must be a multiple of 4.
 
         spare: the index in `out` of sixteen numbers that this function may overwrite
-        ahead: the keys that are this many elements later are prefetched
+        ahead: the next tile of keys, which is prefetched, begins so many elements later
 
         A vector has one lane for each key. With one lane for each query, most lanes would be unused while a token is
         decoded, because there are few queries then.
@@ -155,7 +158,9 @@ def _make_scores(ring, base, begin, end, block, scratch, layout, ahead):
 
 
 def _make_add_values(rows, prefetches):
-    """Return `add_values`, which computes `rows` queries at a time, and may also prefetch the values of the next tile."""
+    """Return `add_values`, which computes `rows` queries at a time. It may also prefetch the values of the next tile, which
+    begin `ahead` elements later.
+    """
 
     @inlined
     def add_values(ring, base, t, keys, scratch, weights, rescale, out, used, left, right, ahead):
