@@ -1,12 +1,13 @@
-"""Write a GGUF file with random weights in the shape of a Gemma 4 of the catalogue, to compare speeds without a
+"""Write a GGUF file with random weights in the shape of a Gemma 3 or 4 of the catalogue, to compare speeds without a
 download.
 
-    python tools/random_gguf.py NAME OUT.gguf [--layers N] [--type Q4_0] [--vocabulary MODEL.gguf]
+    python tools/random_gguf.py NAME OUT.gguf [--layers N] [--type Q4_0] [--embedding Q8_0] [--vocabulary MODEL.gguf]
 
---type is the type of matrices whose rows are whole blocks. As in published files, the embedding is Q8_0 and the
-per-layer table Q4_0. --layers writes only the first N layers, for a model that does not fit on the disk or into memory.
-The vocabulary is copied from another file with 262,144 tokens, by default the demo model's. `tools/compare_peers.py
-OUT.gguf --peers llama.cpp` then compares the speeds.
+--type is the type of matrices whose rows are whole blocks. --embedding is the type of the embedding, which is also
+the output matrix. The per-layer table of Gemma 4 is Q4_0, as in published files. --layers writes only the first N
+layers, for a model that does not fit on the disk or into memory. The vocabulary is copied from another file with
+262,144 tokens, by default the demo model's. `tools/compare_peers.py OUT.gguf --peers llama.cpp` then compares the
+speeds.
 """
 
 import argparse
@@ -28,25 +29,37 @@ sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
 
 from gguf_fields import add_fields, architecture, rope_divisors
 
-# Values of all Gemma 4 models, which the catalogue does not list.
-_COMMON: dict[str, Any] = {
-    "rms_norm_eps": 1e-6, "num_kv_shared_layers": 0,
-    "rope_parameters": {
-        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+# Values of all models of a family, which the catalogue does not list.
+_SLIDING = {"rope_type": "default", "rope_theta": 1e4}
+_COMMON: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": _SLIDING,
+        },
+    },
+    "gemma4": {
+        "rms_norm_eps": 1e-6, "num_kv_shared_layers": 0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+            "sliding_attention": _SLIDING,
+        },
     },
 }  # fmt: skip
-_STORED = {"token_embd.weight": "Q8_0", "per_layer_token_embd.weight": "Q4_0"}
+TOKENS = 262_144  # the size of the demo model's vocabulary
 _BLOCKS_AT_ONCE = 1 << 21
 
 
 def document(name: str, layers: int | None) -> dict[str, Any]:
     """A config as Hugging Face writes it. layers: how many layers to keep, or None for all."""
-    made = _COMMON | config_document(name) | {"model_type": "gemma4_text"}
-    made["vocab_size_per_layer_input"] = made["vocab_size"]
-    types = made["layer_types"][:layers]
+    family = next(entry.shape["family"] for entry in catalogue() if entry.name == name)
+    made = _COMMON[family] | config_document(name) | {"model_type": f"{family}_text"}
+    made["vocab_size"] = made["vocab_size_per_layer_input"] = TOKENS
+    # In Gemma 3, every sixth layer has full attention.
+    every = ["full_attention" if n % 6 == 5 else "sliding_attention" for n in range(made["num_hidden_layers"])]
+    types = made.get("layer_types", every)[:layers]
     if "full_attention" not in types:
-        first = made["layer_types"].index("full_attention") + 1
+        first = made.get("layer_types", every).index("full_attention") + 1
         raise SystemExit(f"--layers should be at least {first}, because llama.cpp needs a layer with full attention")
     return made | {"num_hidden_layers": len(types), "layer_types": types}
 
@@ -69,7 +82,8 @@ def add_vocabulary(writer: gguf.GGUFWriter, path: Path) -> None:
     writer.add_eos_token_id(int(fields["tokenizer.ggml.eos_token_id"]))
 
 
-def write(name: str, path: Path, kind: str, layers: int | None, vocabulary: Path) -> None:
+def write(name: str, path: Path, kinds: dict[str, str], layers: int | None, vocabulary: Path) -> None:
+    """kinds: the types of the tensors by name; the key "" has the type of the other matrices"""
     made = document(name, layers)
     family, config = config_from_hf(made, name)
     writer = gguf.GGUFWriter(str(path), architecture(made))
@@ -79,9 +93,10 @@ def write(name: str, path: Path, kind: str, layers: int | None, vocabulary: Path
     for tensor in family.tensors(config).values():
         if tensor.gguf == "output.weight":
             continue
+        kind = kinds.get(tensor.gguf, kinds[""])
         quantised = len(tensor.shape) > 1 and tensor.shape[-1] % TYPES[kind].block == 0
         if quantised:
-            block_type = gguf.GGMLQuantizationType[_STORED.get(tensor.gguf, kind)]
+            block_type = gguf.GGMLQuantizationType[kind]
             size = math.prod(tensor.shape) // TYPES[block_type.name].block * TYPES[block_type.name].bytes
             writer.add_tensor_info(
                 tensor.gguf, _bytes_shape(tensor.shape, block_type.name), np.dtype(np.uint8), size, block_type
@@ -89,9 +104,9 @@ def write(name: str, path: Path, kind: str, layers: int | None, vocabulary: Path
         else:
             writer.add_tensor_info(tensor.gguf, tensor.shape, np.dtype(np.float32), 4 * math.prod(tensor.shape))
         stored.append((block_type.name if quantised else "F32", tensor.shape))
-    writer.add_tensor_info(
-        "rope_freqs.weight", rope_divisors(made).shape, np.dtype(np.float32), rope_divisors(made).nbytes
-    )
+    divisors = rope_divisors(made) if made["model_type"] == "gemma4_text" else np.empty(0, np.float32)
+    if len(divisors):
+        writer.add_tensor_info("rope_freqs.weight", divisors.shape, np.dtype(np.float32), divisors.nbytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -110,7 +125,7 @@ def write(name: str, path: Path, kind: str, layers: int | None, vocabulary: Path
                 file.write(blocks(block_type, now, rng).tobytes())
                 left -= now
         file.write(b"\0" * (-file.tell() % writer.data_alignment))
-        file.write(rope_divisors(made).tobytes())
+        file.write(divisors.tobytes())
         file.write(b"\0" * (-file.tell() % writer.data_alignment))
 
 
@@ -121,13 +136,16 @@ def _bytes_shape(shape: tuple[int, ...], block_type: str) -> tuple[int, ...]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=[e.name for e in catalogue() if e.shape["family"] == "gemma4"])
+    parser.add_argument("name", choices=[e.name for e in catalogue() if e.shape["family"] in _COMMON])
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int, help="write the first N layers only")
-    parser.add_argument("--type", default="Q4_0", choices=[name for name, kind in TYPES.items() if kind.quantised])
+    types = [name for name, kind in TYPES.items() if kind.quantised]
+    parser.add_argument("--type", default="Q4_0", choices=types)
+    parser.add_argument("--embedding", default="Q8_0", choices=types)
     parser.add_argument("--vocabulary", type=Path, help="a GGUF file with 262,144 tokens (default: the demo model)")
     args = parser.parse_args()
-    write(args.name, args.out, args.type, args.layers, args.vocabulary or resolve(DEFAULT_MODEL))
+    kinds = {"": args.type, "token_embd.weight": args.embedding, "per_layer_token_embd.weight": "Q4_0"}
+    write(args.name, args.out, kinds, args.layers, args.vocabulary or resolve(DEFAULT_MODEL))
     return 0
 
 

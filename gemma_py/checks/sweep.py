@@ -1,4 +1,8 @@
-"""`sweep` measures the speed of each number of threads and chunk size, and checks that all runs give equal bits."""
+"""`sweep` measures the speed of each number of threads and chunk size, and checks that all runs give equal bits.
+
+A pass may also compute guesses of the next tokens, or a token of each of several sequences. `sweep` measures how much longer
+than a pass of one token such a pass takes.
+"""
 
 import hashlib
 import statistics
@@ -8,21 +12,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gemma_py.checks import plot, verify
 from gemma_py.checks.verify import Difference, ReportFraction, RunResult, RunSetting
 from gemma_py.errors import InputError, MismatchError
 from gemma_py.formats.floats import bytes_for_digest
 from gemma_py.generate.engine import Engine
+from gemma_py.generate.session import Session
 from gemma_py.runtime.cache import check_context
+
+PASSES = (2, 4, 8, 16)  # the numbers of tokens in the measured passes of several tokens
 
 
 @dataclass
 class SweepPoint:
-    """The speeds that were measured with one number of threads and one chunk size, in tokens per second, one per round."""
+    """The speeds that were measured with one number of threads and one chunk size, one per round.
+
+    prefill, decode: tokens per second. passes: for each number of tokens in a pass, the seconds of the pass.
+    """
 
     setting: RunSetting
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
+    passes: dict[int, list[float]] = field(default_factory=dict)
 
 
 class Sweep:
@@ -61,6 +74,8 @@ class Sweep:
                     self._warm_up()
                 progress(f"{point.setting}, round {number + 1} of {rounds}", done / (rounds * sum(costs)))
                 result = self._measure(point)
+                if self.difference is not None:
+                    return
                 done += cost
                 self._first = self._first or (point.setting, result)
                 setting, expected = self._first
@@ -76,7 +91,7 @@ class Sweep:
         self.engine.session().prefill(self._ids[:count], count)
 
     def _measure(self, point: SweepPoint) -> RunResult:
-        session = self.engine.session()
+        session = self.engine.session(keep=self.new)
         start = time.perf_counter()
         logits = [session.prefill(self._ids[: self.tokens], point.setting.chunk)]
         middle = time.perf_counter()
@@ -85,8 +100,22 @@ class Sweep:
         end = time.perf_counter()
         point.prefill.append(self.tokens / (middle - start))
         point.decode.append(self.new / (end - middle))
-        rows = tuple(hashlib.sha256(bytes_for_digest(row)).digest() for row in logits)
-        return RunResult(rows, tuple(session.kv_digest()))
+        result = RunResult(tuple(_digest(row) for row in logits), tuple(session.kv_digest()))
+        for count in (count for count in PASSES if count <= self.new):
+            self._measure_pass(session, point, count, result)
+        return result
+
+    def _measure_pass(self, session: Session, point: SweepPoint, count: int, decoded: RunResult) -> None:
+        """Measure a pass that computes the first `count` decoded tokens again, and compare the logits."""
+        session.rewind(self.tokens)
+        token, *guesses = self._ids[self.tokens : self.tokens + count]
+        start = time.perf_counter()
+        logits = session.verify(token, guesses)
+        point.passes.setdefault(count, []).append(time.perf_counter() - start)
+        for number, row in enumerate(logits, start=1):  # the first of the decoded rows is the prompt's
+            if _digest(row) != decoded.rows[number] and self.difference is None:
+                between = f"decoding and a pass of {count} tokens on {verify.threads_text(point.setting.threads)}"
+                self.difference = Difference(between, None, "logits", number, number)
 
     # --- results
 
@@ -98,6 +127,15 @@ class Sweep:
         """Return the median decode rate over the runs with all chunk sizes, because decoding has no chunks."""
         rates = [rate for point in self.points if point.setting.threads == threads for rate in point.decode]
         return statistics.median(rates) if rates else None
+
+    def pass_seconds(self, threads: int, count: int) -> float | None:
+        """Return the median seconds of a pass of `count` tokens."""
+        if count == 1:
+            rate = self.decode(threads)
+            return None if rate is None else 1 / rate
+        points = (point for point in self.points if point.setting.threads == threads)
+        seconds = [value for point in points for value in point.passes.get(count, ())]
+        return statistics.median(seconds) if seconds else None
 
     def efficiency(self, threads: int, chunk: int | None) -> float | None:
         """Return the rate per thread, as a fraction of the rate per thread with the fewest threads.
@@ -124,7 +162,8 @@ class Sweep:
              "prefill_tokens_per_second": statistics.median(point.prefill), "prefill_rounds": point.prefill,
              "prefill_efficiency": self.efficiency(point.setting.threads, point.setting.chunk),
              "decode_tokens_per_second": statistics.median(point.decode), "decode_rounds": point.decode,
-             "decode_efficiency": self.efficiency(point.setting.threads, None)}
+             "decode_efficiency": self.efficiency(point.setting.threads, None),
+             "pass_seconds": {str(count): statistics.median(values) for count, values in point.passes.items()}}
             for point in self.points
         ]  # fmt: skip
         best = None
@@ -166,3 +205,7 @@ class Sweep:
         """y: None stands for a missing measurement."""
         measured = sorted((at, value) for at, value in zip(x, y, strict=True) if value is not None)
         plot.draw(ax, label, [at for at, _ in measured], [value for _, value in measured])
+
+
+def _digest(row: np.ndarray) -> bytes:
+    return hashlib.sha256(bytes_for_digest(row)).digest()

@@ -2,17 +2,19 @@
 
 Each run computes a prompt with one number of threads and one chunk size, then decodes some tokens. Figures are medians over all
 rounds. The efficiency in brackets is the speed per thread, relative to the smallest number of threads. A star marks the fastest
-setting. Logits, keys and values are compared after every run; if two runs differ, the first difference is reported and the exit
-code is 1. Ctrl-C ends the measurement and shows the results so far.
+setting. A second table shows how long a pass takes that computes guesses of the next tokens, or tokens of several answers, and
+in brackets the multiple of a pass of one token. Logits, keys and values are compared after every run; if two runs differ, the
+first difference is reported and the exit code is 1. Ctrl-C ends the measurement and shows the results so far.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import gemma_py
 from gemma_py import machine
 from gemma_py.checks.plot import check_drawable
-from gemma_py.checks.sweep import Sweep
+from gemma_py.checks.sweep import PASSES, Sweep
 from gemma_py.checks.verify import threads_text
 from gemma_py.cli.common import add_model, counts, environment_threads, markdown, positive, print_json, teams
 from gemma_py.cli.progress import LoadProgress, ProgressBar
@@ -99,6 +101,20 @@ def table(sweep: Sweep) -> str:
         "",
         f"Tokens a second; * fastest: prefill on {setting}, decode with {threads_text(decode)}.",
     ]
+    passes = [count for count in (1, *PASSES) if any(sweep.pass_seconds(threads, count) for threads in sweep.threads)]
+    if len(passes) > 1:
+        lines += ["", passes_table(sweep, passes), "", "Milliseconds of a pass after the prompt."]
     if sweep.difference is None:
         lines.append(f"{runs} run{'s' * (runs > 1)} of {sweep.tokens} + {sweep.new} tokens have the same bits.")
     return "\n".join(lines)
+
+
+def passes_table(sweep: Sweep, passes: Sequence[int]) -> str:
+    def cell(seconds: float | None, of_one: float | None) -> str:
+        return "" if seconds is None or of_one is None else f"{seconds * 1e3:.1f} ({seconds / of_one:.2f}x)"
+
+    rows = [
+        [str(threads)] + [cell(sweep.pass_seconds(threads, count), sweep.pass_seconds(threads, 1)) for count in passes]
+        for threads in sweep.threads
+    ]
+    return markdown(["threads", *(f"{count} token{'s' * (count > 1)}" for count in passes)], rows)

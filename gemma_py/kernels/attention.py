@@ -5,6 +5,9 @@ positions. Each query sees its own range of keys. A lane of a vector computes th
 column of an output. So every sum is one chain of additions: over ascending columns e for a score, and over ascending
 positions t for an output.
 
+A tile of keys also prefetches the next tile, a line after every few multiplications. A burst of prefetches would delay the
+loads that follow. In a full block, the multiplications of a tile take much longer than the loads, so there is no prefetch.
+
 Position t is stored in row t % capacity of the ring. The score of a key that a query does not see is discarded by a select.
 A multiplication by 0 would be wrong, because a row may hold anything, even NaN. Rows that no query of the block sees are
 not read.
@@ -15,6 +18,7 @@ import numpy as np
 from gemma_py.kernels.attention_layout import (
     COLUMNS,
     FEW_QUERIES,
+    KEY_LANE_QUERIES,
     LANES,
     QUERY_BLOCK,
     ROWS,
@@ -27,7 +31,15 @@ from gemma_py.kernels.attention_layout import (
 )
 from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.intrinsics import f32_of_bits, fma
-from gemma_py.kernels.simd.tiles import add_products, load_totals, row_offsets, scale_totals, store_totals, zero_totals
+from gemma_py.kernels.simd.tiles import (
+    add_multiples,
+    add_products,
+    load_totals,
+    row_offsets,
+    scale_totals,
+    store_totals,
+    zero_totals,
+)
 from gemma_py.kernels.simd.vectors import (
     add,
     bitcast,
@@ -39,76 +51,82 @@ from gemma_py.kernels.simd.vectors import (
     load_splat,
     mask_and,
     mul,
-    prefetch,
+    prefetch_to_l2,
     select,
     splat,
     store,
     sub,
     zero,
 )
-from gemma_py.kernels.simd.vectors import fma as vector_fma
 from gemma_py.kernels.vector_math import exp, load_up_to, soft_cap, store_up_to
 
 _F = np.float32
 _ZERO, _ONE, _INFINITY = _F(0.0), _F(1.0), _F(np.inf)
 
 
-@inlined
-def _prefetch_rows(array, ring, base, t, stop, left, right):
-    """Prefetch columns left .. right - 1 of the rows of positions t .. stop - 1.
-
-    A block of few queries takes so little time for each row that the hardware prefetcher would load the rows too late.
-    """
-    for position in range(t, stop):
-        row = base + position % ring.capacity * ring.row_stride
-        for e in range(left, right, LANES):
-            prefetch(array, row + e)
-
-
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 
+def _make_scores_by_query_lanes(prefetches):
+    """Return `scores_by_query_lanes`. It may also prefetch the keys of the next tile, which begin `ahead` elements later."""
+
+    @inlined
+    def scores_by_query_lanes(ring, row, keys, q, q_at, out, at, ahead):
+        """Compute out[key, query] = sum over e of k[key, e] * q[e, query], e ascending, for COLUMNS queries.
+
+        A vector has one lane for each query, so that an element of a key is loaded once for all queries. ROWS keys are
+        computed at a time. If fewer keys are left, the last key is computed several times, and the surplus results go to
+        padding rows of `out`.
+        """
+        stride = ring.row_stride
+        for key in range(0, keys, ROWS):
+            k = row_offsets(row + key * stride, stride, keys - key, ROWS)
+            totals, later = zero_totals(k, VECTORS), row + key * stride + ahead
+            for e in range(ring.E):
+                if prefetches:
+                    prefetch_to_l2(ring.keys, later + e % ROWS * stride + e // ROWS * ROWS)
+                totals = add_products(ring.keys, k, e, q, q_at + e * COLUMNS, LANES, totals)
+            store_totals(out, row_offsets(at + key * QUERY_BLOCK, QUERY_BLOCK, ROWS, ROWS), 0, totals)
+
+    return scores_by_query_lanes
+
+
+_scores_by_query_lanes, _scores_and_prefetches = _make_scores_by_query_lanes(False), _make_scores_by_query_lanes(True)
+
+
+def _make_scores_by_key_lanes(queries):
+    """Return `scores_by_key_lanes`, which computes the scores of `queries` queries at a time."""
+
+    @inlined
+    def scores_by_key_lanes(ring, row, q, lane, out, at, spare, ahead):
+        """Compute the scores of sixteen keys and some queries, from query `lane` on. E must be a multiple of 4.
+
+        spare: the index in `out` of sixteen numbers that this function may overwrite
+        ahead: the next tile of keys, which is prefetched, begins so many elements later
+
+        A vector has one lane for each key. With one lane for each query, most lanes would be unused while a token is
+        decoded, because there are few queries then.
+        """
+        lanes = row_offsets(lane, 1, queries, queries)
+        totals = zero_totals(lanes, 1)
+        for e in range(0, ring.E, 4):
+            for key in range(4):
+                prefetch_to_l2(ring.keys, row + ahead + (e + key) % LANES * ring.row_stride + e // LANES * LANES)
+            for column, k in enumerate(load_columns(ring.keys, row + e, ring.row_stride)):
+                totals = add_multiples(q, lanes, (e + column) * COLUMNS, k, totals)
+        for query, total in enumerate(totals):
+            store(out, spare, total)
+            for key in range(LANES):
+                out[at + key * QUERY_BLOCK + query] = out[spare + key]
+
+    return scores_by_key_lanes
+
+
+_scores_of_four, _scores_of_more = _make_scores_by_key_lanes(4), _make_scores_by_key_lanes(KEY_LANE_QUERIES)
+
+
 @inlined
-def _scores_by_query_lanes(ring, row, keys, q, q_at, out, at):
-    """Compute out[key, query] = sum over e of k[key, e] * q[e, query], e ascending, for COLUMNS queries.
-
-    A vector has one lane for each query, so that an element of a key is loaded once for all queries. ROWS keys are computed
-    at a time. If fewer keys are left, the last key is computed several times, and the surplus results go to padding rows of
-    `out`.
-    """
-    for key in range(0, keys, ROWS):
-        k = row_offsets(row + key * ring.row_stride, ring.row_stride, keys - key, ROWS)
-        totals = zero_totals(k, VECTORS)
-        for e in range(ring.E):
-            totals = add_products(ring.keys, k, e, q, q_at + e * COLUMNS, LANES, totals)
-        store_totals(out, row_offsets(at + key * QUERY_BLOCK, QUERY_BLOCK, ROWS, ROWS), 0, totals)
-
-
-@inlined
-def _scores_by_key_lanes(ring, row, q, lane, out, at, spare):
-    """Compute the scores of sixteen keys and four queries, from query `lane` on. E must be a multiple of 4.
-
-    spare: the index in `out` of sixteen numbers that this function may overwrite
-
-    A vector has one lane for each key. With one lane for each query, most lanes would be unused while a token is decoded,
-    because there are few queries then.
-    """
-    s0, s1, s2, s3 = zero(), zero(), zero(), zero()
-    for e in range(0, ring.E, 4):
-        from_lane = e * COLUMNS + lane
-        for column, k in enumerate(load_columns(ring.keys, row + e, ring.row_stride)):
-            s0 = vector_fma(k, load_splat(q, from_lane + column * COLUMNS), s0)
-            s1 = vector_fma(k, load_splat(q, from_lane + column * COLUMNS + 1), s1)
-            s2 = vector_fma(k, load_splat(q, from_lane + column * COLUMNS + 2), s2)
-            s3 = vector_fma(k, load_splat(q, from_lane + column * COLUMNS + 3), s3)
-    for query, s in enumerate((s0, s1, s2, s3)):
-        store(out, spare, s)
-        for key in range(16):
-            out[at + key * QUERY_BLOCK + query] = out[spare + key]
-
-
-@inlined
-def _make_scores(ring, base, begin, end, block, scratch, layout):
+def _make_scores(ring, base, begin, end, block, scratch, layout, ahead):
     """Compute the scores of keys begin .. end - 1 of a tile for all queries of the block.
 
     A key is skipped if none of COLUMNS neighbouring queries sees it.
@@ -122,21 +140,30 @@ def _make_scores(ring, base, begin, end, block, scratch, layout):
             row, to = base + slot * ring.row_stride, layout.scores + (t - begin) * QUERY_BLOCK + lane
             if block.used <= FEW_QUERIES and keys >= LANES and ring.E % 4 == 0:
                 keys = LANES
-                for query in range(0, block.used, 4):
-                    _scores_by_key_lanes(ring, row, scratch, layout.q + query, scratch, to + query, layout.rescale)
+                if block.used <= 4:
+                    _scores_of_four(ring, row, scratch, layout.q, scratch, to, layout.rescale, ahead)
+                else:
+                    for query in range(0, block.used, KEY_LANE_QUERIES):
+                        _scores_of_more(
+                            ring, row, scratch, layout.q + query, scratch, to + query, layout.rescale, ahead
+                        )
+            elif ahead > 0:
+                _scores_and_prefetches(ring, row, keys, scratch, layout.q + lane * ring.E, scratch, to, ahead)
             else:
-                _scores_by_query_lanes(ring, row, keys, scratch, layout.q + lane * ring.E, scratch, to)
+                _scores_by_query_lanes(ring, row, keys, scratch, layout.q + lane * ring.E, scratch, to, ahead)
             t += keys
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def _make_add_values(rows):
-    """Return the function `add_values`, which computes `rows` queries at a time."""
+def _make_add_values(rows, prefetches):
+    """Return `add_values`, which computes `rows` queries at a time. It may also prefetch the values of the next tile, which
+    begin `ahead` elements later.
+    """
 
     @inlined
-    def add_values(ring, base, t, keys, scratch, weights, rescale, out, used, left, right):
+    def add_values(ring, base, t, keys, scratch, weights, rescale, out, used, left, right, ahead):
         """Compute out[query, e] = out[query, e] * rescale[query] + sum over keys of weight[key, query] * v[key, e].
 
         The keys are positions t .. t + keys - 1, and the columns e are left .. right - 1. `weights`, `rescale` and `out`
@@ -155,8 +182,12 @@ def _make_add_values(rows):
                 w = row_offsets(weights + query, 1, rows, rows)
                 totals = load_totals(scratch, o, e, VECTORS)
                 totals = scale_totals(scratch, row_offsets(rescale + query, 1, rows, rows), totals)
+                next_rows = ahead if query == 0 else 0
                 for key in range(until_wrap):
                     row = first + key * stride + e
+                    if prefetches:
+                        for line in range(0, COLUMNS, LANES):
+                            prefetch_to_l2(values, row + next_rows + line)
                     totals = add_products(scratch, w, key * QUERY_BLOCK, values, row, LANES, totals)
                 for key in range(until_wrap, keys):
                     row = wrapped + key * stride + e
@@ -174,18 +205,24 @@ def _make_add_values(rows):
     return add_values
 
 
-_add_values_of_many, _add_values_of_one = _make_add_values(ROWS), _make_add_values(1)
+_add_values_of_many, _add_values_of_one = _make_add_values(ROWS, False), _make_add_values(1, False)
+_add_values_and_prefetch = _make_add_values(ROWS, True)
 
 
 @inlined
-def _add_values_of_queries(ring, base, begin, t, stop, lane, used, block, scratch, layout):
+def _add_values_of_queries(ring, base, begin, t, stop, lane, used, block, scratch, layout, ahead):
     """Add the values of keys t .. stop - 1 to `used` queries that all see these keys.
 
     begin: the first position of the tile of keys
     """
     weights, out = layout.scores + (t - begin) * QUERY_BLOCK + lane, layout.out + lane * ring.E
     left, right = block.left, block.right
-    _add_values_of_many(ring, base, t, stop - t, scratch, weights, layout.rescale + lane, out, used, left, right)
+    if ahead > 0:
+        _add_values_and_prefetch(
+            ring, base, t, stop - t, scratch, weights, layout.rescale + lane, out, used, left, right, ahead
+        )
+    else:
+        _add_values_of_many(ring, base, t, stop - t, scratch, weights, layout.rescale + lane, out, used, left, right, 0)
     for query in range(lane, lane + used):
         scratch[layout.rescale + query] = _ONE
 
@@ -196,12 +233,12 @@ def _add_values_of_query(ring, base, begin, t, stop, query, block, scratch, layo
     if t < stop:
         weights, out = layout.scores + (t - begin) * QUERY_BLOCK + query, layout.out + query * ring.E
         left, right = block.left, block.right
-        _add_values_of_one(ring, base, t, stop - t, scratch, weights, layout.rescale + query, out, 1, left, right)
+        _add_values_of_one(ring, base, t, stop - t, scratch, weights, layout.rescale + query, out, 1, left, right, 0)
         scratch[layout.rescale + query] = _ONE
 
 
 @inlined
-def _add_values(ring, base, begin, end, block, scratch, layout):
+def _add_values(ring, base, begin, end, block, scratch, layout, ahead):
     """Add the values of keys begin .. end - 1 of a tile to the queries that see them, t ascending for each query.
 
     If every query sees every key, one call adds all values to all queries. Otherwise, ROWS queries at a time are treated
@@ -211,7 +248,7 @@ def _add_values(ring, base, begin, end, block, scratch, layout):
     """
     first, last = keys_of_all(block, 0, block.used)
     if first <= begin and end <= last:
-        _add_values_of_queries(ring, base, begin, begin, end, 0, block.used, block, scratch, layout)
+        _add_values_of_queries(ring, base, begin, begin, end, 0, block.used, block, scratch, layout, ahead)
         return
     for lane in range(0, block.used, ROWS):
         lane_end = min(lane + ROWS, block.used)
@@ -223,7 +260,7 @@ def _add_values(ring, base, begin, end, block, scratch, layout):
             t, stop = keys_of_any(block, query, query + 1)
             _add_values_of_query(ring, base, begin, max(begin, t), min(first, stop), query, block, scratch, layout)
         if first < last:
-            _add_values_of_queries(ring, base, begin, first, last, lane, lane_end - lane, block, scratch, layout)
+            _add_values_of_queries(ring, base, begin, first, last, lane, lane_end - lane, block, scratch, layout, ahead)
         for query in range(lane, lane_end):
             _, stop = keys_of_any(block, query, query + 1)
             _add_values_of_query(ring, base, begin, last, min(end, stop), query, block, scratch, layout)
@@ -341,25 +378,22 @@ def _attend_block(q, ring, params, g, block, scores, scratch, out):
 
     scores: the result of `score_keys` for a single position; if the array is empty, this function computes the scores
     """
-    E, H, base, few = ring.E, params.H, ring.start + g * ring.head_stride, block.used <= FEW_QUERIES
+    E, H, base = ring.E, params.H, ring.start + g * ring.head_stride
     layout = scratch_layout(E)
     _load_queries(q, E, H, g, block, scratch, layout)
     begin, stop = keys_of_any(block, 0, block.used)
     start = begin
     while begin < stop:
         end = min(stop, (begin // TILE + 1) * TILE)
-        if few:
-            _prefetch_rows(ring.values, ring, base, end, min(stop, end + TILE), block.left, block.right)
+        ahead = TILE * ring.row_stride if end < stop and block.used < QUERY_BLOCK else 0
         if scores.shape[0] > 0:
             _copy_scores(scores, (begin - start) * LANES, end - begin, scratch, layout)
         else:
-            if few:
-                _prefetch_rows(ring.keys, ring, base, end, min(stop, end + TILE), 0, E)
-            _make_scores(ring, base, begin, end, block, scratch, layout)
+            _make_scores(ring, base, begin, end, block, scratch, layout, ahead)
         first, last = keys_of_all(block, 0, block.used)
         for lane in range(0, block.used, LANES):
             _make_weights(scratch, layout, lane, begin, end - begin, first <= begin and end <= last, params)
-        _add_values(ring, base, begin, end, block, scratch, layout)
+        _add_values(ring, base, begin, end, block, scratch, layout, ahead)
         begin = end
     for lane in range(block.used):
         row, result = layout.out + lane * E, _row_of(block.first + lane, block.heads, H, g, E)
@@ -427,8 +461,8 @@ def score_keys(q, ring, params, g, origin, row, part, parts, scratch, scores):
     stop = min(stop, (first + tiles * (part + 1) // parts) * TILE)
     while begin < stop:
         end = min(stop, (begin // TILE + 1) * TILE)
-        _prefetch_rows(ring.keys, ring, base, end, min(stop, end + TILE), 0, ring.E)
-        _make_scores(ring, base, begin, end, block, scratch, layout)
+        ahead = TILE * ring.row_stride if end < stop else 0
+        _make_scores(ring, base, begin, end, block, scratch, layout, ahead)
         for key in range(end - begin):
             store(scores, (begin - start + key) * LANES, load(scratch, layout.scores + key * QUERY_BLOCK))
         begin = end

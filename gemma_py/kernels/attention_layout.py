@@ -11,7 +11,9 @@ from gemma_py.kernels.simd.target import USES_ZMM
 TILE = 32
 LANES = 16
 QUERY_BLOCK = 64  # the most queries in a block
-FEW_QUERIES = 8  # in a block of at most 8 queries, vectors have one lane for each key, not for each query
+# In a block of at most FEW_QUERIES queries, vectors have one lane for each key, not for each query. More than four queries are
+# computed KEY_LANE_QUERIES at a time.
+FEW_QUERIES, KEY_LANE_QUERIES = (16, 8) if USES_ZMM else (8, 4)
 # Rows and vectors of the largest tile of sums that fits in the registers.
 ROWS, VECTORS = (8, 2) if USES_ZMM else (4, 1)
 COLUMNS = VECTORS * LANES

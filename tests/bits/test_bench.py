@@ -354,6 +354,32 @@ def test_sweep_names_the_first_difference(run: Run, monkeypatch: pytest.MonkeyPa
     assert "same bits" not in out
 
 
+def test_sweep_measures_passes_of_several_tokens(run: Run) -> None:
+    arguments = (*SWEEP[:-1], 5, "--rounds", 1)
+    code, out, _ = run(*arguments)
+    assert code == 0
+    header, _, *rows = (line for line in out.split("Milliseconds of a pass")[0].split("\n\n")[-2].splitlines())
+    assert [cell.strip() for cell in header.split("|")[1:-1]] == ["threads", "1 token", "2 tokens", "4 tokens"]
+    assert [row.count("x)") for row in rows] == [3, 3]
+    report = json.loads(run(*arguments, "--json")[1])
+    assert all(set(point["pass_seconds"]) == {"2", "4"} for point in report["points"])
+
+
+def test_sweep_compares_passes_of_several_tokens_with_decoding(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Session.verify
+
+    def wrong(self: Session, token: int, guesses: list[int]) -> np.ndarray:
+        logits = real(self, token, guesses)
+        logits[-1, 7] = np.nextafter(logits[-1, 7], np.float32(np.inf))
+        return logits
+
+    monkeypatch.setattr(Session, "verify", wrong)
+    code, out, err = run(*SWEEP, "--rounds", 1)
+    assert code == 1
+    assert "same bits" not in out
+    assert "decoding and a pass of 2 tokens on 1 thread differ, first in" in err
+
+
 def test_a_stopped_sweep_shows_what_it_has(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real = sweep.Sweep._measure
 

@@ -118,6 +118,22 @@ def add_products(typing, a, offsets, step, b, at, stride, totals):
 
 
 @intrinsic
+def add_multiples(typing, a, offsets, step, value, totals):
+    """Compute totals[r] += a[offsets[r] + step] * value, rounded once."""
+    if not is_flat(a, types.float32):
+        return None
+
+    def codegen(context, builder, sig, args):
+        results = []
+        for offset, total in zip(_tuple_values(builder, args[1]), _tuple_values(builder, args[4]), strict=True):
+            factor = _splat_from(context, builder, sig.args[0], args[0], builder.add(offset, args[2]))
+            results.append(_fma(builder, factor, args[3], total))
+        return context.make_tuple(builder, sig.return_type, results)
+
+    return totals(a, offsets, types.intp, value, totals), codegen
+
+
+@intrinsic
 def add_dots(typing, codes, offsets, step, weights, at, dots):
     """Add the exact dot products of 16 inputs and 16 C outputs to dots[r, c].
 
