@@ -269,11 +269,11 @@ def _make_unpack(as_quads: bool) -> Any:
         @inlined
         def unpack(w, panel, unpacked, column, columns):
             at, stride, g = w.start + panel * w.panel_bytes, columns * _PAIRS, column
-            sub_scale_bytes = sub_scale_bytes_of(w)
+            sub_scale_bytes, groups = sub_scale_bytes_of(w), INPUT_BLOCK // w.group
             for first in range(0, w.K, w.block):
                 block_scales, block_minimums, at = load_block_scales(w, at)
                 for k in range(first, first + w.block, INPUT_BLOCK):
-                    for group in range(INPUT_BLOCK // w.group):
+                    for group in range(groups):
                         store(unpacked.scales, g * COLUMNS, _group_scales(w, block_scales, at, group))
                         if w.minimums:
                             minimums_at = at + sub_scale_bytes
