@@ -41,7 +41,7 @@ from gemma_py.kernels.simd.codes import (
     words_sub,
 )
 from gemma_py.kernels.simd.target import IS_ARM64
-from gemma_py.kernels.simd.vectors import mul, store
+from gemma_py.kernels.simd.vectors import mul, store, zero
 
 COLUMNS = 16  # outputs of a panel
 INPUT_BLOCK = 32  # input codes that share a scale
@@ -269,35 +269,36 @@ def _make_unpack(as_quads: bool) -> Any:
         @inlined
         def unpack(w, panel, unpacked, column, columns):
             at, stride, g = w.start + panel * w.panel_bytes, columns * _PAIRS, column
-            sub_scale_bytes, groups = sub_scale_bytes_of(w), INPUT_BLOCK // w.group
-            for first in range(0, w.K, w.block):
-                block_scales, block_minimums, at = load_block_scales(w, at)
-                for k in range(first, first + w.block, INPUT_BLOCK):
-                    for group in range(groups):
-                        store(unpacked.scales, g * COLUMNS, _group_scales(w, block_scales, at, group))
-                        if w.minimums:
-                            minimums_at = at + sub_scale_bytes
-                            store(unpacked.minimums, g * COLUMNS, _group_scales(w, block_minimums, minimums_at, group))
-                        g += columns
-                    at += sub_scale_bytes * (1 + w.minimums)
-                    if as_quads:
-                        if not reads_quads_in_place(w):
-                            out_at = (column * w.K + k) // 4 * _PAIRS
-                            for v in range(w.quads):
-                                low, high = quads(w.arena, at, v)
-                                store_words(unpacked.codes, out_at + v * _PAIRS, bytes_sub(low, w.offset))
-                                store_words(unpacked.codes, out_at + (v + 4) * _PAIRS, bytes_sub(high, w.offset))
-                    else:
-                        out_at = (k // 2 * columns + column) * _PAIRS
+            sub_scale_bytes, groups, in_block = sub_scale_bytes_of(w), INPUT_BLOCK // w.group, w.block - 1
+            in_place, block_scales, block_minimums = as_quads and reads_quads_in_place(w), zero(), zero()
+            for k in range(0, w.K, INPUT_BLOCK):
+                if k & in_block == 0:
+                    block_scales, block_minimums, at = load_block_scales(w, at)
+                for group in range(groups):
+                    store(unpacked.scales, g * COLUMNS, _group_scales(w, block_scales, at, group))
+                    if w.minimums:
+                        minimums_at = at + sub_scale_bytes
+                        store(unpacked.minimums, g * COLUMNS, _group_scales(w, block_minimums, minimums_at, group))
+                    g += columns
+                at += sub_scale_bytes * (1 + w.minimums)
+                if as_quads:
+                    if not in_place:
+                        out_at = (column * w.K + k) // 4 * _PAIRS
                         for v in range(w.quads):
                             low, high = quads(w.arena, at, v)
-                            even, odd = quads_to_pairs(low, width)
-                            store_words(unpacked.codes, out_at + 2 * v * stride, words_sub(even, w.offset))
-                            store_words(unpacked.codes, out_at + (2 * v + 1) * stride, words_sub(odd, w.offset))
-                            even, odd = quads_to_pairs(high, width)
-                            store_words(unpacked.codes, out_at + (2 * v + 8) * stride, words_sub(even, w.offset))
-                            store_words(unpacked.codes, out_at + (2 * v + 9) * stride, words_sub(odd, w.offset))
-                    at += 64 * width
+                            store_words(unpacked.codes, out_at + v * _PAIRS, bytes_sub(low, w.offset))
+                            store_words(unpacked.codes, out_at + (v + 4) * _PAIRS, bytes_sub(high, w.offset))
+                else:
+                    out_at = (k // 2 * columns + column) * _PAIRS
+                    for v in range(w.quads):
+                        low, high = quads(w.arena, at, v)
+                        even, odd = quads_to_pairs(low, width)
+                        store_words(unpacked.codes, out_at + 2 * v * stride, words_sub(even, w.offset))
+                        store_words(unpacked.codes, out_at + (2 * v + 1) * stride, words_sub(odd, w.offset))
+                        even, odd = quads_to_pairs(high, width)
+                        store_words(unpacked.codes, out_at + (2 * v + 8) * stride, words_sub(even, w.offset))
+                        store_words(unpacked.codes, out_at + (2 * v + 9) * stride, words_sub(odd, w.offset))
+                at += 64 * width
 
         return unpack
 
