@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gemma_py.kernels.code_rows import few_rows, one_row
-from gemma_py.kernels.decorator import inlined
+from gemma_py.kernels.decorator import force_inlined, inlined
 from gemma_py.kernels.intrinsics import array_from_address
 from gemma_py.kernels.panels import (
     COLUMNS,
@@ -195,14 +195,22 @@ def _code_tile(x, t, rows, w, panel, unpacked, y):
 # --- quantised weights: bytes -----------------------------------------------------------------------------------------
 
 
+@force_inlined
+def _prefetch_lines(array, at, step):
+    """Prefetch array[at], array[at + step] ... array[at + 3 * step]. Return at + 4 * step."""
+    for place in range(4):
+        prefetch_to_l2(array, at + place * step)
+    return at + 4 * step
+
+
 @inlined
-def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, y, ahead, ahead_step):
+def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, y, ahead, step):
     """Multiply QUAD_ROWS rows, from row t on, with the panels `panel` and panel + 1.
 
     rows: the number of rows that are left. If it is less than QUAD_ROWS, the last row is computed several times.
     quads: int8, the signed weight codes; panels are panel_stride bytes apart, and runs run_stride bytes
     unpacked: UnpackBuffer with the scales and minimums of these panels
-    ahead, ahead_step: for each run of 32 inputs, the next ahead_step bytes of the arena from index `ahead` on are prefetched
+    ahead, step: from index `ahead` on, the arena is prefetched at steps of `step` bytes, 16 times in a run of 32 inputs
 
     A dot product is 256 times that of the inputs' high bytes, plus that of their low bytes.
     """
@@ -216,9 +224,6 @@ def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, 
     for g in range(K // w.group):
         half = g * halves
         block, at, weights_at = half // 2, half // 2 * run_stride + half % 2 * 256, g * CODE_PANELS * COLUMNS
-        while line < ahead + (block + 1) * ahead_step:
-            prefetch_to_l2(w.arena, line)
-            line += 64
         if not USES_VNNI:
             dots = zero_dots(planes, CODE_PANELS)
         elif halves == 2:
@@ -226,6 +231,7 @@ def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, 
         else:
             dots = start_dots(x.flip_sums, of_16, half, 1, CODE_PANELS)
         for h in range(halves):
+            line = _prefetch_lines(w.arena, line, step)
             dots = add_byte_dots(1, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
         dots = shift_dots(dots)
         if FLIPS_LOW:
@@ -234,6 +240,7 @@ def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, 
             else:
                 dots = add_tiles(dots, start_dots(x.flip_sums, of_16, half, 1, CODE_PANELS))
         for h in range(halves):
+            line = _prefetch_lines(w.arena, line, step)
             dots = add_byte_dots(0, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
         totals = add_scaled(x.scales, scales, block, unpacked.scales, weights_at, dots, totals)
         if w.minimums:
@@ -268,10 +275,10 @@ def _quad_tiles(x, first_row, last_row, w, panel, unpacked, y):
     quads = array_from_address(address, CODE_PANELS * panel_stride, w.arena)
     runs, tiles = w.K // INPUT_BLOCK, (last_row - first_row + QUAD_ROWS - 1) // QUAD_ROWS
     ahead = w.start + (panel + CODE_PANELS) * w.panel_bytes
-    ahead_step = CODE_PANELS * w.panel_bytes // (runs * tiles) + 1
+    step = CODE_PANELS * w.panel_bytes // (16 * runs * tiles) + 1
     for t in range(first_row, last_row, QUAD_ROWS):
-        _quad_tile(x, t, last_row - t, w, panel, quads, panel_stride, run_stride, unpacked, y, ahead, ahead_step)
-        ahead += runs * ahead_step
+        _quad_tile(x, t, last_row - t, w, panel, quads, panel_stride, run_stride, unpacked, y, ahead, step)
+        ahead += 16 * runs * step
 
 
 @inlined
