@@ -58,7 +58,9 @@ from gemma_py.kernels.simd.vectors import (
 # Rows and panels in a tile of outputs. The sums of a tile hide the latency of an FMA, and still fit in the registers.
 FLOAT_ROWS, FLOAT_PANELS = (6, 4) if USES_ZMM else (6, 1)
 CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (5, 1)
-QUAD_ROWS = 4  # rows of a tile that multiplies bytes
+# Rows and panels of a tile that multiplies bytes. For two panels, loading the inputs would take longer than multiplying.
+QUAD_ROWS, QUAD_PANELS = 4, 4 if USES_ZMM else CODE_PANELS
+_LINES = 9  # how many cache lines a tile prefetches for a byte of 16 inputs, enough to fetch QUAD_PANELS panels of 8-bit codes
 MATVEC_PANELS = 4  # the number of float panels with which a single row is multiplied at a time
 FEW_ROWS = 16  # unpacking codes to int16 pays off only for more rows than this
 AS_STORED_ROWS = 2 if USES_VNNI or USES_SDOT else FEW_ROWS  # the most rows for which codes are not unpacked
@@ -99,7 +101,7 @@ def unpack_buffer_sizes(K: int) -> tuple[int, int]:
 
     There are as many minimums as scales.
     """
-    return K * COLUMNS * CODE_PANELS, max(FEW_ROWS, (K // SMALL_GROUP + 1) * CODE_PANELS) * COLUMNS
+    return K * COLUMNS * CODE_PANELS, max(FEW_ROWS, (K // SMALL_GROUP + 1) * QUAD_PANELS) * COLUMNS
 
 
 # --- float weights ----------------------------------------------------------------------------------------------------
@@ -197,10 +199,10 @@ def _code_tile(x, t, rows, w, panel, unpacked, y):
 
 @force_inlined
 def _prefetch_lines(array, at, step):
-    """Prefetch array[at], array[at + step] ... array[at + 3 * step]. Return at + 4 * step."""
-    for place in range(4):
+    """Prefetch array[at], array[at + step], and so on. Return the index after the last one."""
+    for place in range(_LINES):
         prefetch_to_l2(array, at + place * step)
-    return at + 4 * step
+    return at + _LINES * step
 
 
 @inlined
@@ -210,7 +212,7 @@ def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, 
     rows: the number of rows that are left. If it is less than QUAD_ROWS, the last row is computed several times.
     quads: int8, the signed weight codes; panels are panel_stride bytes apart, and runs run_stride bytes
     unpacked: UnpackBuffer with the scales and minimums of these panels
-    ahead, step: from index `ahead` on, the arena is prefetched at steps of `step` bytes, 16 times in a run of 32 inputs
+    ahead, step: from index `ahead` on, the arena is prefetched at steps of `step` bytes, 4 * _LINES times in a run
 
     A dot product is 256 times that of the inputs' high bytes, plus that of their low bytes.
     """
@@ -219,26 +221,26 @@ def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, 
     scales = row_offsets(t * (K // INPUT_BLOCK), K // INPUT_BLOCK, rows, QUAD_ROWS)
     of_16 = row_offsets(t * (K // SMALL_GROUP), K // SMALL_GROUP, rows, QUAD_ROWS)
     outputs = row_offsets(t * N + column, N, rows, QUAD_ROWS)
-    prefetch_totals(y, outputs, CODE_PANELS)
-    totals, line = zero_totals(planes, CODE_PANELS), ahead
+    prefetch_totals(y, outputs, QUAD_PANELS)
+    totals, line = zero_totals(planes, QUAD_PANELS), ahead
     for g in range(K // w.group):
         half = g * halves
-        block, at, weights_at = half // 2, half // 2 * run_stride + half % 2 * 256, g * CODE_PANELS * COLUMNS
+        block, at, weights_at = half // 2, half // 2 * run_stride + half % 2 * 256, g * QUAD_PANELS * COLUMNS
         if not USES_VNNI:
-            dots = zero_dots(planes, CODE_PANELS)
+            dots = zero_dots(planes, QUAD_PANELS)
         elif halves == 2:
-            dots = start_dots(x.flip_sums, of_16, half, 2, CODE_PANELS)
+            dots = start_dots(x.flip_sums, of_16, half, 2, QUAD_PANELS)
         else:
-            dots = start_dots(x.flip_sums, of_16, half, 1, CODE_PANELS)
+            dots = start_dots(x.flip_sums, of_16, half, 1, QUAD_PANELS)
         for h in range(halves):
             line = _prefetch_lines(w.arena, line, step)
             dots = add_byte_dots(1, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
         dots = shift_dots(dots)
         if FLIPS_LOW:
             if halves == 2:
-                dots = add_tiles(dots, start_dots(x.flip_sums, of_16, half, 2, CODE_PANELS))
+                dots = add_tiles(dots, start_dots(x.flip_sums, of_16, half, 2, QUAD_PANELS))
             else:
-                dots = add_tiles(dots, start_dots(x.flip_sums, of_16, half, 1, CODE_PANELS))
+                dots = add_tiles(dots, start_dots(x.flip_sums, of_16, half, 1, QUAD_PANELS))
         for h in range(halves):
             line = _prefetch_lines(w.arena, line, step)
             dots = add_byte_dots(0, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
@@ -252,7 +254,7 @@ def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, 
                 totals = subtract_minimums(
                     x.scales, scales, block, x.sums_of_16, of_16, g, unpacked.minimums, weights_at, totals
                 )
-    if column + CODE_PANELS * COLUMNS <= N:
+    if column + QUAD_PANELS * COLUMNS <= N:
         store_totals(y, outputs, 0, totals)
     else:
         store_partial_totals(y, outputs, N - column, totals)
@@ -264,21 +266,21 @@ def _quad_tiles(x, first_row, last_row, w, panel, unpacked, y):
 
     Each tile prefetches a part of the next two panels, because the hardware prefetches only what is near the latest loads.
     """
-    for column in range(CODE_PANELS):
-        unpack_quads(w, panel + column, unpacked, column, CODE_PANELS)
+    for column in range(QUAD_PANELS):
+        unpack_quads(w, panel + column, unpacked, column, QUAD_PANELS)
     panel_stride, run_stride = w.K * COLUMNS, INPUT_BLOCK * COLUMNS
     address = np.int64(unpacked.codes.ctypes.data)
     if reads_quads_in_place(w):
         panel_stride, run_stride = w.panel_bytes, w.panel_bytes // (w.K // INPUT_BLOCK)
         first = w.start + panel * w.panel_bytes + run_stride - INPUT_BLOCK * COLUMNS
         address = np.int64(w.arena.ctypes.data) + first
-    quads = array_from_address(address, CODE_PANELS * panel_stride, w.arena)
+    quads = array_from_address(address, QUAD_PANELS * panel_stride, w.arena)
     runs, tiles = w.K // INPUT_BLOCK, (last_row - first_row + QUAD_ROWS - 1) // QUAD_ROWS
-    ahead = w.start + (panel + CODE_PANELS) * w.panel_bytes
-    step = CODE_PANELS * w.panel_bytes // (16 * runs * tiles) + 1
+    ahead = w.start + (panel + QUAD_PANELS) * w.panel_bytes
+    step = QUAD_PANELS * w.panel_bytes // (4 * _LINES * runs * tiles) + 1
     for t in range(first_row, last_row, QUAD_ROWS):
         _quad_tile(x, t, last_row - t, w, panel, quads, panel_stride, run_stride, unpacked, y, ahead, step)
-        ahead += 16 * runs * step
+        ahead += 4 * _LINES * runs * step
 
 
 @inlined
@@ -301,7 +303,7 @@ def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, unpacked
         for panel in range(first_panel, last_panel):
             few_rows(x, first_row, rows, w, panel, unpacked, y)
     elif USES_BYTES and rows <= MAX_BYTE_ROWS:
-        for panel in range(first_panel, last_panel, CODE_PANELS):
+        for panel in range(first_panel, last_panel, QUAD_PANELS):
             _quad_tiles(x, first_row, last_row, w, panel, unpacked, y)
     else:
         for panel in range(first_panel, last_panel, CODE_PANELS):
