@@ -34,7 +34,7 @@ from gemma_py.kernels.panels import (
     unpack_panel,
     unpack_quads,
 )
-from gemma_py.kernels.simd.target import FLIPS_LOW, USES_SDOT, USES_VNNI, USES_ZMM
+from gemma_py.kernels.simd.target import FLIPS_LOW, IS_ARM64, USES_SDOT, USES_VNNI, USES_ZMM
 from gemma_py.kernels.simd.tiles import (
     add_byte_dots,
     add_dots,
@@ -57,7 +57,7 @@ from gemma_py.kernels.simd.vectors import (
 
 # Rows and panels in a tile of outputs. The sums of a tile hide the latency of an FMA, and still fit in the registers.
 FLOAT_ROWS, FLOAT_PANELS = (6, 4) if USES_ZMM else (6, 1)
-CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (5, 1)
+CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (3, 1) if IS_ARM64 else (5, 1)
 QUAD_ROWS = 4  # rows of a tile that multiplies bytes
 MATVEC_PANELS = 4  # the number of float panels with which a single row is multiplied at a time
 FEW_ROWS = 16  # unpacking codes to int16 pays off only for more rows than this
@@ -65,7 +65,7 @@ AS_STORED_ROWS = 2 if USES_VNNI or USES_SDOT else FEW_ROWS  # the most rows for 
 # Whether products of up to MAX_BYTE_ROWS rows multiply bytes. An input has two bytes. VNNI multiplies twice as many bytes as
 # int16 in one instruction, so bytes save nothing but the unpacking to int16. ARM64's sdot multiplies four times as many.
 USES_BYTES, MAX_BYTE_ROWS = USES_VNNI or USES_SDOT, np.iinfo(np.int64).max if USES_SDOT else FEW_ROWS
-# How many rows one call of a matmul should compute. A multiple of 30 rows consists of whole tiles of 5 or 6 rows. Fewer than 120 rows
+# How many rows one call of a matmul should compute. A multiple of 30 rows consists of whole tiles of 3, 5 or 6 rows. Fewer than 120 rows
 # do not repay the unpacking, and more than 540 rows gain nothing.
 TILE_ROWS_MULTIPLE, MIN_TILE_ROWS, MAX_TILE_ROWS = 30, 120, 540
 
