@@ -19,6 +19,7 @@ import heapq
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -200,6 +201,8 @@ def main() -> None:
     parser.add_argument("--cpus", type=lambda text: text.split(","), default=CPUS, help="names as LLVM knows them")
     parser.add_argument("--mca", default="llvm-mca-19", help="the llvm-mca to run")
     args = parser.parse_args()
+    if not shutil.which(args.mca):
+        parser.error(f"{args.mca} is not installed; on Debian: apt-get install llvm-19")
     table = {}
     print("multiply-adds a cycle".ljust(24) + "".join(title.rjust(16) for title in LOOPS))
     for cpu in args.cpus:

@@ -9,13 +9,16 @@ DECODE = [
     "\tmov\tx0, x1",
     ".LBB0_1:",
     "\tldr\tq1, [x0]",
-    "\tcbz\tx2, .LBB0_3",
-    "\tfneg\tv3.4s, v3.4s",  # a path that is longer than the other
-    "\tfneg\tv4.4s, v4.4s",
+    "\tcbz\tx2, .LBB0_4",
+    "\tcbz\tx3, .LBB0_4",  # the path without a jump has more blocks, but fewer instructions
+    "\tmov\tx4, x5",
     ".LBB0_3:  // a comment",
     *ROW,
     "\tb.ne\t.LBB0_1",
     "\tret",
+    ".LBB0_4:",
+    *(["\tfneg\tv3.4s, v3.4s"] * 3),
+    "\tb\t.LBB0_3",
     "_ZN6module5otherE:",
     "\tudot\tv0.4s, v1.16b, v2.16b",
 ]
@@ -41,7 +44,7 @@ def test_functions_are_found_by_name() -> None:
 
 def test_the_shortest_path_of_a_loop_is_taken() -> None:
     lines = estimate_arm64.functions("\n".join(DECODE))["one_row"]
-    assert found(lines, 1) == ["ldr", "cbz", *["sdot"] * 64, "b.ne"]
+    assert found(lines, 1) == ["ldr", "cbz", "cbz", "mov", *["sdot"] * 64, "b.ne"]
 
 
 def test_an_inner_loop_is_executed_for_each_half_of_a_run() -> None:
