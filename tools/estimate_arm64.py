@@ -19,6 +19,7 @@ import heapq
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -147,23 +148,25 @@ def executed(blocks: Sequence[Block], rows: int) -> list[str]:
     """Return the instructions that multiply 32 inputs of each row, in the order of execution.
 
     Formats with sub-scales or minimums take longer paths; this is the shortest path through the outermost loop and
-    everything that multiplies. An inner loop multiplies 16 inputs, so it is executed twice.
+    everything that multiplies. An inner loop that multiplies 16 inputs is executed twice.
     """
     hot = [number for number, block in enumerate(blocks) if block.multiply_adds]
     loop = loop_around(blocks, set(range(len(blocks))), max(hot, key=lambda number: blocks[number].multiply_adds))
     header = header_of(blocks, loop)
-    path, here = [], header
+    path, here = [header], header
     for number in [n for n in hot if n in loop]:
-        path += shortest(blocks, loop, here, number)
+        if number != here:
+            path += shortest(blocks, loop, here, number)
         here = number
         inner = loop_around(blocks, loop - {header}, number)
-        if len(inner) and header_of(blocks, inner) != header:
+        if inner and header_of(blocks, inner) != header:
             again = shortest(blocks, inner, number, number)
-            path += again * (1 if sum(blocks[n].multiply_adds for n in again) < rows * RUN else 0)
-    path += shortest(blocks, loop, here, header)
+            if sum(blocks[block].multiply_adds for block in again) < rows * RUN:
+                path += again
+    path += shortest(blocks, loop, here, header)[:-1]
     found = sum(blocks[number].multiply_adds for number in path)
     if found != rows * RUN:
-        raise SystemExit(f"a loop with {rows * RUN} multiply-adds was expected, but {found} were found")
+        raise SystemExit(f"{rows * RUN} multiply-adds were expected, but {found} were found")
     return [instruction for number in path for instruction in blocks[number].instructions]
 
 
@@ -198,6 +201,8 @@ def main() -> None:
     parser.add_argument("--cpus", type=lambda text: text.split(","), default=CPUS, help="names as LLVM knows them")
     parser.add_argument("--mca", default="llvm-mca-19", help="the llvm-mca to run")
     args = parser.parse_args()
+    if not shutil.which(args.mca):
+        parser.error(f"{args.mca} is not installed; on Debian: apt-get install llvm-19")
     table = {}
     print("multiply-adds a cycle".ljust(24) + "".join(title.rjust(16) for title in LOOPS))
     for cpu in args.cpus:

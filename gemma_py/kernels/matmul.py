@@ -34,7 +34,7 @@ from gemma_py.kernels.panels import (
     unpack_panel,
     unpack_quads,
 )
-from gemma_py.kernels.simd.target import FLIPS_LOW, USES_SDOT, USES_VNNI, USES_ZMM
+from gemma_py.kernels.simd.target import FLIPS_LOW, IS_ARM64, USES_SDOT, USES_VNNI, USES_ZMM
 from gemma_py.kernels.simd.tiles import (
     add_byte_dots,
     add_dots,
@@ -57,17 +57,18 @@ from gemma_py.kernels.simd.vectors import (
 
 # Rows and panels in a tile of outputs. The sums of a tile hide the latency of an FMA, and still fit in the registers.
 FLOAT_ROWS, FLOAT_PANELS = (6, 4) if USES_ZMM else (6, 1)
-CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (5, 1)
+CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (3, 1) if IS_ARM64 else (5, 1)
 # Rows and panels of a tile that multiplies bytes. For two panels, loading the inputs would take longer than multiplying.
 QUAD_ROWS, QUAD_PANELS = 4, 4 if USES_ZMM else CODE_PANELS
-_LINES = 9  # how many cache lines a tile prefetches for a byte of 16 inputs, enough to fetch QUAD_PANELS panels of 8-bit codes
+# How many cache lines a tile prefetches for a byte of 16 inputs. A run of 8-bit codes with its scales has 8.5 lines.
+_LINES = (QUAD_PANELS * 17 + 7) // 8
 MATVEC_PANELS = 4  # the number of float panels with which a single row is multiplied at a time
 FEW_ROWS = 16  # unpacking codes to int16 pays off only for more rows than this
 AS_STORED_ROWS = 2 if USES_VNNI or USES_SDOT else FEW_ROWS  # the most rows for which codes are not unpacked
 # Whether products of up to MAX_BYTE_ROWS rows multiply bytes. An input has two bytes. VNNI multiplies twice as many bytes as
 # int16 in one instruction, so bytes save nothing but the unpacking to int16. ARM64's sdot multiplies four times as many.
 USES_BYTES, MAX_BYTE_ROWS = USES_VNNI or USES_SDOT, np.iinfo(np.int64).max if USES_SDOT else FEW_ROWS
-# How many rows one call of a matmul should compute. A multiple of 30 rows consists of whole tiles of 5 or 6 rows. Fewer than 120 rows
+# How many rows one call of a matmul should compute. A multiple of 30 rows consists of whole tiles of 3, 5 or 6 rows. Fewer than 120 rows
 # do not repay the unpacking, and more than 540 rows gain nothing.
 TILE_ROWS_MULTIPLE, MIN_TILE_ROWS, MAX_TILE_ROWS = 30, 120, 540
 
@@ -207,7 +208,7 @@ def _prefetch_lines(array, at, step):
 
 @inlined
 def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, y, ahead, step):
-    """Multiply QUAD_ROWS rows, from row t on, with the panels `panel` and panel + 1.
+    """Multiply QUAD_ROWS rows, from row t on, with QUAD_PANELS panels, from `panel` on.
 
     rows: the number of rows that are left. If it is less than QUAD_ROWS, the last row is computed several times.
     quads: int8, the signed weight codes; panels are panel_stride bytes apart, and runs run_stride bytes
@@ -262,9 +263,9 @@ def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, 
 
 @inlined
 def _quad_tiles(x, first_row, last_row, w, panel, unpacked, y):
-    """Multiply the rows with the panels `panel` and panel + 1.
+    """Multiply the rows with QUAD_PANELS panels, from `panel` on.
 
-    Each tile prefetches a part of the next two panels, because the hardware prefetches only what is near the latest loads.
+    Each tile prefetches a part of the next panels, because the hardware prefetches only what is near the latest loads.
     """
     for column in range(QUAD_PANELS):
         unpack_quads(w, panel + column, unpacked, column, QUAD_PANELS)
