@@ -12,9 +12,8 @@ from gemma_py.kernels.matmul import AS_STORED_ROWS, MAX_BYTE_ROWS, QUAD_ROWS
 
 # The most guesses of a pass, for all its sequences together.
 MOST_GUESSES = 15
-# A guess must gain this much more than it costs, because the estimates of gain and cost are inexact. The guesses with the
-# largest estimates are chosen, and these estimates are more often too large than too small.
-_MARGIN = 1.3
+# A guess must gain this much more than it costs, because the estimates of gain and cost are inexact.
+_MARGIN = 1.1
 # The first estimate of the time that each row takes, as a share of the time of a pass of one row. The rest of a pass's time
 # does not depend on the number of rows.
 _ROW_SHARE = 0.25
