@@ -66,10 +66,10 @@ MATVEC_PANELS = 4  # the number of float panels with which a single row is multi
 FEW_ROWS = 16  # without VNNI, unpacking codes to int16 pays off only for more rows than this
 AS_STORED_ROWS = 2 if USES_VNNI or USES_SDOT else FEW_ROWS  # the most rows for which codes are not unpacked
 # Whether products of up to MAX_BYTE_ROWS rows multiply bytes. An input has two bytes. VNNI multiplies twice as many bytes as
-# int16 in one instruction, so bytes only save the unpacking to int16, which pays off for 48 rows with AVX-512. ARM64's sdot
+# int16 in one instruction, so bytes only save the unpacking to int16, which pays off for 64 rows with AVX-512. ARM64's sdot
 # multiplies four times as many.
 USES_BYTES = USES_VNNI or USES_SDOT
-MAX_BYTE_ROWS = np.iinfo(np.int64).max if USES_SDOT else 48 if USES_VNNI and USES_ZMM else FEW_ROWS
+MAX_BYTE_ROWS = np.iinfo(np.int64).max if USES_SDOT else 64 if USES_VNNI and USES_ZMM else FEW_ROWS
 # How many rows one call of a matmul should compute. A multiple of 30 rows consists of whole tiles of 3, 5 or 6 rows. Fewer than 120 rows
 # do not repay the unpacking, and more than 540 rows gain nothing.
 TILE_ROWS_MULTIPLE, MIN_TILE_ROWS, MAX_TILE_ROWS = 30, 120, 540
