@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gemma_py.cli.common import add_model, note_exceptions, print_json, signer_of
+from gemma_py.cli.common import add_model, add_open_cluster, note_exceptions, print_json, signer_of
 from gemma_py.cli.loading import load_engine
 from gemma_py.cli.progress import ProgressBar
 from gemma_py.cli.serve import add_service, model_name, needs_extra
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='add a receipt to every response, as if every request had "receipt": true; gemma_py audit OUT checks receipts',
     )
     add_service(parser)
+    add_open_cluster(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from gemma_py.formats.blocks import QUANTS
 from gemma_py.paths import atomic_write
 
 if TYPE_CHECKING:
+    from gemma_py.cluster.hosts import Hosts
     from gemma_py.generate.engine import Engine
     from gemma_py.receipts.envelope import Signer
     from gemma_py.receipts.receipt import Receipt
@@ -177,8 +178,35 @@ def add_shards(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="divide the model's layers among N processes on this machine; the output has the same bits (default: 1)",
+        help="divide the model's layers among N processes; the output has the same bits (default: 1)",
     )
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="run processes on the hosts of the Ray cluster with this head (extra ray; this machine must be one of the hosts)",
+    )
+
+
+def add_open_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--open", action="store_true", help="with --address, use even a cluster without a token")
+
+
+def hosts_of(args: argparse.Namespace) -> "Hosts | None":
+    """Join the Ray cluster at --address. Return None without --address."""
+    if args.address is None:
+        return None
+    try:
+        from gemma_py.cluster import ray_hosts
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise InputError(
+            "--address needs Ray: pip install 'gemma_py[ray]' (in a clone: pip install -e '.[ray]')"
+        ) from None
+    return ray_hosts.connect(args.address, args.open)
 
 
 def add_sign(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 import argparse
 
 import gemma_py
-from gemma_py.cli.common import notify
+from gemma_py.cli.common import hosts_of, notify
 from gemma_py.cli.progress import LoadProgress
 
 
@@ -18,6 +18,7 @@ def load_engine(args: argparse.Namespace) -> gemma_py.Engine:
         speculate=getattr(args, "speculate", "off"),
         draft=getattr(args, "draft", None),
         shards=getattr(args, "shards", 1),
+        hosts=hosts_of(args) if hasattr(args, "address") else None,
     )
     if args.context is not None and args.context > engine.context:
         notify(

@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from gemma_py.cli.common import (
+    add_address,
     add_engine,
     add_model,
     add_shards,
@@ -54,7 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="require one of the keys in FILE, which has one on each line"
     )
-    parser.add_argument("--open", action="store_true", help="ask for no API key, even if other machines connect")
+    parser.add_argument(
+        "--open",
+        action="store_true",
+        help="ask for no API key, even if other machines connect; with --address, also use a cluster without a token",
+    )
     parser.add_argument(
         "--allowed-host",
         type=_host,
@@ -130,6 +135,7 @@ def add_service(parser: argparse.ArgumentParser) -> None:
     add_speculate(parser)
     add_engine(parser)
     add_shards(parser)
+    add_address(parser)
 
 
 def run(args: argparse.Namespace) -> None:

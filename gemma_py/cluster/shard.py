@@ -94,12 +94,16 @@ class SetThreads(NamedTuple):
 
 
 class SequencePart(NamedTuple):
-    """The tokens of one sequence in a pass. See `SequenceInput`."""
+    """The tokens of one sequence in a pass. See `SequenceInput`.
+
+    reserved: the number of these tokens, and of the sequence's tokens in the later pieces of the pass
+    """
 
     cache: int
     tokens: list[int]
     logits: int
     guesses: int
+    reserved: int
 
 
 class Run(NamedTuple):
@@ -204,9 +208,11 @@ class Shard:
         return None
 
     def _run(self, order: Run, rows: Rows) -> PassResult:
-        inputs = [SequenceInput(self.caches[part.cache], *part[1:]) for part in order.parts]
-        for entry in inputs:
-            entry.cache.reserve(len(entry.tokens), order.ahead)
+        inputs = [
+            SequenceInput(self.caches[part.cache], part.tokens, part.logits, part.guesses) for part in order.parts
+        ]
+        for entry, part in zip(inputs, order.parts, strict=True):
+            entry.cache.reserve(part.reserved, order.ahead)
         instruments = self.runner.instruments
         traces: list[Trace] = []
         instruments.poison, instruments.traces = order.poison, traces if order.traced else None

@@ -12,11 +12,13 @@ changes.
 """
 
 import os
+import queue
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -51,8 +53,10 @@ from gemma_py.runtime.program import LinkedProgram
 from gemma_py.runtime.runner import CHUNK, Runner, SequenceInput, SharedTeam
 from gemma_py.runtime.trace import UNTRACED, Trace
 
-# A shard's error is raised only after at least this many attempts and this many seconds.
-_LEAST_ATTEMPTS, _PATIENCE = 3, 30.0
+# A shard's error is raised only after at least this many attempts, and after the patience of the hosts.
+_LEAST_ATTEMPTS = 3
+_PAUSE = 0.5  # seconds before the second attempt and each later one
+_PIECE = 64  # tokens of a piece of a pass
 T = TypeVar("T")
 
 
@@ -202,15 +206,16 @@ class Shards(Runner):
         spans: Sequence[Span],
         connect: Connect,
         lost: list[str],
+        patience: float,
     ) -> None:
         """program: of the whole model. connect: opens the link to any shard except the last.
 
-        lost: holds a failed shard's error until the failed work has been repeated
+        lost: holds a failed shard's error until the failed work has been repeated. patience: see `Hosts`
         """
         # A reentrant lock, because methods that hold the lock call each other.
         shared.lock = threading.RLock()  # type: ignore[assignment]
         super().__init__(program, config, shared, kv)
-        self.spans, self.epoch, self._lost = spans, 0, lost
+        self.spans, self.epoch, self._lost, self._patience = spans, 0, lost, patience
         self._connect, self._process = connect, os.getpid()
         self.local = Shard(SpanRunner(spans[-1], shared, kv))
         self._orders: list[Order] = []
@@ -266,22 +271,67 @@ class Shards(Runner):
     def _run(self, inputs: Sequence[SequenceInput], ahead: int) -> list[np.ndarray]:
         for entry in inputs:
             self._make_current(entry.cache)
-        parts = [SequencePart(_number(entry.cache), *entry[1:]) for entry in inputs]
+        parts = [
+            SequencePart(_number(cache), tokens, rows, guesses, len(tokens)) for cache, tokens, rows, guesses in inputs
+        ]
         return self._run_parts(parts, ahead, self.instruments.traces)
 
     def _run_parts(self, parts: Sequence[SequencePart], ahead: int, traces: list[Trace] | None) -> list[np.ndarray]:
-        """Run a pass in all shards, one after another. Return the logits of each sequence."""
+        """Run a pass. Return the logits of each sequence."""
         mine = self.local.runner.instruments
         mine.fault_plan, mine.profile = self.instruments.fault_plan, self.instruments.profile
-        orders = [*self._pending(), Run(parts, ahead, self.instruments.poison, traces is not None)]
-        rows: Rows = ()
-        made: list[PassResult] = []
-        for link in self._links:
-            made.append(link.call(orders, rows)[-1])
-            rows = made[-1].rows
+        pieces = [parts] if traces is not None or len(self._links) == 1 else divided(parts, _PIECE)
+        orders: list[list[Order]] = [
+            [Run(piece, ahead, self.instruments.poison, traces is not None)] for piece in pieces
+        ]
+        orders[0][:0] = self._pending()
+        made = self._pipelined(orders)
         if traces is not None:
-            traces.append(_joined([result.trace for result in made if result.trace is not None]))
-        return list(made[-1].logits)
+            traces.append(_joined([result.trace for result in made[0] if result.trace is not None]))
+        logits: dict[int, list[np.ndarray]] = {part.cache: [] for part in parts}
+        for piece, results in zip(pieces, made, strict=True):
+            for part, rows in zip(piece, results[-1].logits, strict=True):
+                logits[part.cache].append(rows)
+        return [rows[0] if len(rows) == 1 else np.concatenate(rows) for rows in logits.values()]
+
+    def _pipelined(self, orders: Sequence[Sequence[Order]]) -> list[list[PassResult]]:
+        """Run the pieces of a pass. Return for each piece the results of all shards.
+
+        A shard runs a piece when the shard before has run it. Meanwhile, the shard before runs the next piece.
+
+        orders: for each piece, whose last order is the `Run`
+        """
+        made: list[list[PassResult]] = [[] for _ in orders]
+        if len(orders) == 1:
+            rows: Rows = ()
+            for link in self._links:
+                made[0].append(link.call(orders[0], rows)[-1])
+                rows = made[0][-1].rows
+            return made
+        waiting: list[queue.SimpleQueue[Rows | None]] = [queue.SimpleQueue() for _ in range(len(self._links) + 1)]
+        failed = threading.Event()
+
+        def run_pieces(number: int) -> None:
+            try:
+                for piece, results in zip(orders, made, strict=True):
+                    rows = waiting[number].get() if number else ()
+                    if rows is None or failed.is_set():
+                        return
+                    results.append(self._links[number].call(piece, rows)[-1])
+                    waiting[number + 1].put(results[-1].rows)
+            except BaseException:
+                failed.set()
+                raise
+            finally:
+                waiting[number + 1].put(None)  # after the last rows, or instead of them
+
+        last = len(self._links) - 1
+        with ThreadPoolExecutor(last, "gemma_py-shards") as pool:
+            others = [pool.submit(run_pieces, number) for number in range(last)]
+            run_pieces(last)
+        for other in others:
+            other.result()
+        return made
 
     def set_workers(self, workers: int) -> None:
         with self.locked():
@@ -393,7 +443,8 @@ class Shards(Runner):
             self.order(Prepare(number, *cache.prepared))
         for first in range(0, len(cache.ids), CHUNK):
             tokens = cache.ids[first : first + CHUNK]
-            self._run_parts([SequencePart(number, tokens, 1, 0)], len(cache.ids) - first - len(tokens), None)
+            left = len(cache.ids) - first - len(tokens)
+            self._run_parts([SequencePart(number, tokens, 0, 0, len(tokens))], left, None)
         cache.number, cache.epoch = number, self.epoch
 
     def _pending(self) -> list[Order]:
@@ -425,9 +476,11 @@ class Shards(Runner):
                     with self._drops_caches_on_errors():
                         return action()
                 except ShardError as error:
-                    if attempts >= _LEAST_ATTEMPTS and time.monotonic() - began > _PATIENCE:
+                    if attempts >= _LEAST_ATTEMPTS and time.monotonic() - began > self._patience:
                         raise
                     self._lost[:] = [str(error)]
+                    if attempts > 1:
+                        time.sleep(_PAUSE)
         finally:
             self._lost.clear()
 
@@ -447,6 +500,25 @@ class Shards(Runner):
 def _number(cache: Cache) -> int:
     assert isinstance(cache, ShardedCache)
     return cache.number
+
+
+def divided(parts: Sequence[SequencePart], tokens: int) -> list[list[SequencePart]]:
+    """Divide a pass into pieces of about `tokens` tokens. A part with guesses stays whole."""
+    pieces: list[list[SequencePart]] = [[]]
+    room = tokens
+    for part in parts:
+        first, end = 0, len(part.tokens)
+        while first < end:
+            if room <= 0:
+                pieces.append([])
+                room = tokens
+            count = end - first if part.guesses else min(room, end - first)
+            # The logits of the sequence are those of its last tokens.
+            logits = max(0, min(count, part.logits - (end - first - count)))
+            taken = part._replace(tokens=part.tokens[first : first + count], logits=logits, reserved=end - first)
+            pieces[-1].append(taken)
+            first, room = first + count, room - count
+    return pieces
 
 
 def _joined(traces: Sequence[Trace]) -> Trace:

@@ -57,14 +57,19 @@ def allowed_cuts(config: Config) -> list[int]:
     return [cut for cut in range(count) if all(layer.kv_source >= cut for layer in config.layers[cut:])]
 
 
-def choose_cuts(config: Config, program: LinkedProgram, shards: int, kv: str, tokens: int) -> list[int]:
+def choose_cuts(
+    config: Config, program: LinkedProgram, shards: int, kv: str, tokens: int, room: Sequence[int] | None = None
+) -> list[int]:
     """Return the first layer of each span, and then the number of layers.
 
-    The largest span is as small as possible. A span's size is the bytes of its matrices and of the KV rows of `tokens` tokens.
+    The spans take about equally long to prefill. If a span then needs more memory than its host has, each span needs about the
+    same share of its host's memory instead.
+
+    tokens: the number of tokens whose KV rows count as memory. room: the memory of each span's host in bytes
     """
     if type(shards) is not int or shards < 1:
         raise InputError(f"shards should be at least 1, found {shards!r:.40}")
-    allowed, count = allowed_cuts(config), len(config.layers)
+    allowed = allowed_cuts(config)
     if shards > len(allowed):
         places = ", ".join(map(str, allowed[1:]))
         where = f"after layer 0 only at layers {places}" if places else "at no layer"
@@ -72,40 +77,62 @@ def choose_cuts(config: Config, program: LinkedProgram, shards: int, kv: str, to
             f"the model can be divided into at most {len(allowed)} shards, found {shards}; a shard can begin {where}, "
             "because layers that share KV rows must stay together"
         )
-    sizes = np.cumsum([0, *_layer_bytes(config, program, kv, tokens)])
-    ends = [*allowed[1:], count]
-    # largest[i][n]: if n spans end at ends[i], the size of the largest span, and the first layer of the last span.
-    largest: list[dict[int, tuple[int, int]]] = []
+    cuts = _balanced(allowed, layer_bytes(config, program, kv, 0, output=False), [1] * shards)
+    if room is not None:
+        sizes = layer_bytes(config, program, kv, tokens)
+        if any(sum(sizes[first:end]) > free for (first, end), free in zip(pairwise(cuts), room, strict=True)):
+            cuts = _balanced(allowed, sizes, [max(1, free) for free in room])
+    return cuts
+
+
+def _balanced(allowed: Sequence[int], layers: Sequence[int], rooms: Sequence[int]) -> list[int]:
+    """Return the cuts with which the largest size of a span, divided by the span's room, is as small as possible.
+
+    layers: the size of each layer
+    """
+    sizes = np.cumsum([0, *layers])
+    ends = [*allowed[1:], len(layers)]
+    # largest[i][n]: if n spans end at ends[i], the share of the largest span, and the first layer of the last span.
+    largest: list[dict[int, tuple[float, int]]] = []
     for number, end in enumerate(ends):
-        best = {1: (int(sizes[end]), 0)}
-        for parts in range(2, shards + 1):
+        best = {1: (float(sizes[end]) / rooms[0], 0)}
+        for parts in range(2, len(rooms) + 1):
             options = [
-                (max(largest[before][parts - 1][0], int(sizes[end] - sizes[ends[before]])), ends[before])
+                (
+                    max(largest[before][parts - 1][0], float(sizes[end] - sizes[ends[before]]) / rooms[parts - 1]),
+                    ends[before],
+                )
                 for before in range(number)
                 if parts - 1 in largest[before]
             ]
             if options:
                 best[parts] = min(options)
         largest.append(best)
-    cuts = [count]
-    for parts in range(shards, 0, -1):
+    cuts = [len(layers)]
+    for parts in range(len(rooms), 0, -1):
         cuts.insert(0, largest[ends.index(cuts[0])][parts][1])
     return cuts
 
 
-def _layer_bytes(config: Config, program: LinkedProgram, kv: str, tokens: int) -> list[int]:
-    """Return the bytes of each layer's matrices and KV rows. The last layer includes the output matrix."""
+def layer_bytes(config: Config, program: LinkedProgram, kv: str, tokens: int, output: bool = True) -> list[int]:
+    """Return the bytes of each layer's matrices and KV rows.
+
+    output: whether the last layer includes the output matrix, with which a pass multiplies only the rows of wanted logits
+    """
     count = len(config.layers)
     sizes = [0] * count
     table = program.model.ops
     for matrix in np.unique(table[np.isin(table[:, p.OP], _PRODUCTS), p.MATRIX]):
         using = table[np.isin(table[:, p.OP], _PRODUCTS) & (table[:, p.MATRIX] == matrix)][0]
         experts = max(1, int(using[p.EXPERTS]))
-        sizes[min(int(using[p.LAYER]), count - 1)] += sum(
+        layer = int(using[p.LAYER])
+        if layer >= count and not output:
+            continue
+        sizes[min(layer, count - 1)] += sum(
             matrix_bytes(program.model.weights, int(matrix) + expert) for expert in range(experts)
         )
-    for owner, layer in zip(config.kv_owners, config.kv_layers, strict=True):
-        alone = replace(config, layers=(replace(layer, kv_source=0),))
+    for owner, stored in zip(config.kv_owners, config.kv_layers, strict=True) if tokens else ():
+        alone = replace(config, layers=(replace(stored, kv_source=0),))
         sizes[owner] += bytes_needed(alone, kv, tokens, CHUNK)
     return sizes
 

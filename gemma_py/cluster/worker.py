@@ -1,10 +1,6 @@
-"""The process of a shard. `PipeLink` starts this module as a program, and sends orders to its standard input.
-
-If the process that started this one ends, the pipe is closed. Then this process ends too, even in the middle of a pass.
-"""
+"""A process that runs a job. `PipeChannel` starts this module as a program, and writes messages to its standard input."""
 
 import os
-import queue
 import signal
 import sys
 import threading
@@ -12,42 +8,29 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from gemma_py.cluster import BEAT
+from gemma_py.cluster.channel import BEAT, Messages, Send
 
 _SECONDS = 1.0  # the longest time between beats
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # File descriptor 1 is redirected to stderr, because printed text would otherwise mix with the replies.
-    replies = Connection(os.dup(1), readable=False)
+    # File descriptor 1 is redirected to stderr, because printed text would otherwise mix with the messages.
+    pipe = Connection(os.dup(1), readable=False)
     os.dup2(2, 1)
-    lock, messages = threading.Lock(), queue.SimpleQueue[Any]()
+    lock, messages = threading.Lock(), Messages()
 
-    def reply(message: Any) -> None:
+    def send(message: Any) -> None:
         with lock:
-            replies.send(message)
+            pipe.send(message)
 
-    threading.Thread(target=_beat, args=(reply, min(_SECONDS, float(sys.argv[1]) / 5)), daemon=True).start()
-    # Imported after the beats have begun, because the import takes a second or more.
-    from gemma_py.cluster.local import joined_shard
-
+    # The beats begin first, because importing the job's module takes a second or more.
+    threading.Thread(target=_beat, args=(send, min(_SECONDS, float(sys.argv[1]) / 5)), daemon=True).start()
     threading.Thread(target=_listen, args=(Connection(os.dup(0), writable=False), messages), daemon=True).start()
-    shard = None
-    while True:
-        number, *message = messages.get()
-        try:
-            if shard is None:
-                shard, results = joined_shard(*message), None
-            else:
-                results = shard.apply(*message)
-        except Exception as error:
-            reply((number, type(error).__name__, str(error)))
-        else:
-            reply((number, results))
+    messages.get().run(messages, send)
 
 
-def _listen(connection: Connection, messages: "queue.SimpleQueue[Any]") -> None:
+def _listen(connection: Connection, messages: Messages) -> None:
     try:
         while True:
             messages.put(connection.recv())
@@ -55,10 +38,10 @@ def _listen(connection: Connection, messages: "queue.SimpleQueue[Any]") -> None:
         os._exit(0)
 
 
-def _beat(reply: Any, seconds: float) -> None:
+def _beat(send: Send, seconds: float) -> None:
     try:
         while True:
-            reply(BEAT)
+            send(BEAT)
             time.sleep(seconds)
     except OSError:
         os._exit(0)

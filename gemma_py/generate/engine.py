@@ -42,6 +42,7 @@ from gemma_py.weights.store import file_digests, packed_weights
 from gemma_py.weights.tensors import Weights, stays_float
 
 if TYPE_CHECKING:
+    from gemma_py.cluster.hosts import Hosts
     from gemma_py.runtime.prefix_cache import PrefixCache
 
 
@@ -125,11 +126,18 @@ class Engine:
         """The number type of the KV cache: "float32" or "bfloat16"."""
         return self.runner.kv
 
-    def divide(self, shards: int) -> None:
-        """Divide the layers among `shards` processes. Call this before the first session."""
-        from gemma_py.cluster.local import local_shards  # imported here, so that engines without shards start faster
+    def divide(self, shards: int, hosts: "Hosts | None" = None, model: str | None = None) -> None:
+        """Divide the layers among `shards` processes. Call this before the first session.
 
-        self._runner = local_shards(self.checkpoint, self.runner, self.quant, shards, self.lost_shards)
+        hosts: where the processes run; by default, on this machine
+        model: what the other hosts open, as `resolve` takes it; by default, the path of the checkpoint
+        """
+        # Imported here, so that engines without shards start faster.
+        from gemma_py.cluster.divide import Division, divide
+        from gemma_py.cluster.hosts import ThisMachine
+
+        division = Division(shards, hosts or ThisMachine(), model or str(self.path.absolute()))
+        self._runner = divide(self.checkpoint, self.runner, self.quant, division, self.lost_shards)
         self.shards = shards
 
     def use_draft(self, checkpoint: Checkpoint, progress: ReportProgress = no_report) -> None:
@@ -455,7 +463,7 @@ _LONGEST_DEADLINE = 86_400.0
 def load(
     model: str | Path, threads: int | None = None, context: int | None = None, deadline: float = 5.0, kv: str = "float32",
     quant: str | None = None, progress: ReportProgress = no_report, *, pack: bool = True, speculate: str = "auto",
-    draft: str | Path | None = None, shards: int = 1,
+    draft: str | Path | None = None, shards: int = 1, hosts: "Hosts | None" = None,
 ) -> Engine:  # fmt: skip
     """Load a model: a GGUF file, a Hugging Face directory, a name from the catalogue, or `hf:owner/name` (extra `hf`).
 
@@ -473,6 +481,7 @@ def load(
     draft: a smaller model with the vocabulary of this model, or an assistant of this model, which then guesses tokens too.
     With speculate "off", a draft raises InputError.
     shards: how many groups of consecutive layers to make. Each group but the last is computed by a process of its own.
+    hosts: where these processes run: on this machine, or on the hosts that `cluster.ray_hosts.connect` returns.
 
     The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """
@@ -486,7 +495,8 @@ def load(
     engine.speculate = speculate
     try:
         if shards != 1:
-            engine.divide(shards)
+            path = Path(model).expanduser()
+            engine.divide(shards, hosts, str(path.absolute() if path.exists() else model))
         if draft is not None:
             engine.use_draft(replace(open_checkpoint(resolve(draft, progress)), cacheable=pack), progress)
     except BaseException:

@@ -15,7 +15,7 @@ import gemma_py
 from gemma_py.checks.verify import compute
 from gemma_py.cluster.shard import Shard, SpanRunner
 from gemma_py.cluster.shards import LocalLink, Shards
-from gemma_py.cluster.spans import Span, allowed_cuts, choose_cuts, make_spans
+from gemma_py.cluster.spans import Span, allowed_cuts, choose_cuts, layer_bytes, make_spans
 from gemma_py.errors import InputError
 from gemma_py.runtime.runner import SequenceInput, SharedTeam
 
@@ -37,7 +37,7 @@ def sharded(path: Path, shards: int, threads: int, kv: str = "float32") -> Itera
         def connect(number: int) -> LocalLink:
             return LocalLink(Shard(SpanRunner(spans[number], SharedTeam(threads), kv)))
 
-        made = Shards(whole.program, engine.config, SharedTeam(threads), kv, spans, connect, [])
+        made = Shards(whole.program, engine.config, SharedTeam(threads), kv, spans, connect, [], 0.0)
         made.instruments.poison = True
         engine._runner = made
         try:
@@ -91,15 +91,28 @@ def test_the_allowed_cuts_keep_layers_that_share_rows_together(checkpoints: dict
             spans_of(engine, 9)
 
 
-def test_cuts_balance_bytes(checkpoints: dict[str, Path]) -> None:
-    """The output matrix counts for the last shard, so the last shard has fewer layers."""
+def test_cuts_balance_the_layers() -> None:
     with opened(TINY, 1) as engine:
-        for shards in (1, 2, 3):
+        for shards in (1, 2, 3, 4):
             spans = spans_of(engine, shards)
             assert [span.first for span in spans][1:] == [span.end for span in spans][:-1]
-            assert len(spans) == shards
             assert spans[-1].end == len(engine.config.layers)
-        assert spans[-1].end - spans[-1].first < spans[0].end - spans[0].first
+            sizes = [span.end - span.first for span in spans]
+            assert len(sizes) == shards and max(sizes) == -(-len(engine.config.layers) // shards)
+
+
+def test_cuts_balance_memory_if_a_host_has_too_little() -> None:
+    """The output matrix counts for the last shard, so the last shard has fewer layers."""
+    with opened(TINY, 1) as engine:
+        needs = layer_bytes(engine.config, engine.program, "float32", 100)
+
+        def cuts(room: list[int]) -> list[int]:
+            return choose_cuts(engine.config, engine.program, 2, "float32", 100, room)
+
+        equal = cuts([sum(needs)] * 2)
+        assert equal == cuts([1 << 40, sum(needs[equal[1] :])])
+        assert cuts([1 << 40, sum(needs[equal[1] :]) - 1])[1] > equal[1]
+        assert cuts([needs[0], sum(needs)])[1] < equal[1]
 
 
 # --- controls: the tests above notice a wrong cut ---------------------------------------------------------------------

@@ -21,7 +21,9 @@ from serving import Heard, Running, serving, wait_until
 
 import gemma_py
 from gemma_py.cluster import links
-from gemma_py.cluster.links import Identity, Join, PipeLink
+from gemma_py.cluster.hosts import ThisMachine
+from gemma_py.cluster.links import Identity, ShardLink
+from gemma_py.cluster.processes import PipeChannel
 from gemma_py.cluster.shard import Accept
 from gemma_py.cluster.shards import Shards
 from gemma_py.errors import ComputationError, InputError, ShardError
@@ -57,10 +59,14 @@ def shards_of(engine: gemma_py.Engine) -> Shards:
     return engine.runner
 
 
-def first_process(engine: gemma_py.Engine) -> "subprocess.Popen[bytes]":
+def channel_of(engine: gemma_py.Engine) -> PipeChannel:
     link = shards_of(engine)._links[0]
-    assert isinstance(link, PipeLink)
-    return link.process
+    assert isinstance(link, ShardLink) and isinstance(link.channel, PipeChannel)
+    return link.channel
+
+
+def first_process(engine: gemma_py.Engine) -> "subprocess.Popen[bytes]":
+    return channel_of(engine).process
 
 
 def ids_of(engine: gemma_py.Engine, prompt: list[int], count: int = 40, **options: Any) -> list[int]:
@@ -173,9 +179,9 @@ def same_after_ctrl_c(whole: gemma_py.Engine, pair: gemma_py.Engine, monkeypatch
     sessions = [engine.session() for engine in (whole, pair)]
     for session in sessions:
         session.prefill(PROMPT)
-    link, before = shards_of(pair)._links[0], first_process(pair)
+    channel, before = channel_of(pair), first_process(pair)
     with monkeypatch.context() as patch:
-        patch.setattr(link, "_inbox", _Interrupted())
+        patch.setattr(channel, "_inbox", _Interrupted())
         with pytest.raises(KeyboardInterrupt):
             sessions[1].decode(9)
     assert sessions[1].position == len(PROMPT)
@@ -194,18 +200,18 @@ def test_a_session_goes_on_after_ctrl_c(
 def test_an_answer_goes_on_after_shards_end_or_stall_while_they_start(
     whole: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, kind: signal.Signals
 ) -> None:
-    monkeypatch.setattr(links, "_START", 2.0)
+    monkeypatch.setattr(PipeChannel, "start", 2.0)
     started: list[int] = []
-    honest = PipeLink._request
+    honest = ShardLink.join
 
-    def request(self: PipeLink, message: tuple[Any, ...]) -> Any:
-        if isinstance(message[0], Join):
-            started.append(self.process.pid)
-            if len(started) == 2:
-                os.kill(self.process.pid, kind)
-        return honest(self, message)
+    def join(self: ShardLink) -> None:
+        assert isinstance(self.channel, PipeChannel)
+        started.append(self.channel.process.pid)
+        if len(started) == 2:
+            os.kill(self.channel.process.pid, kind)
+        honest(self)
 
-    monkeypatch.setattr(PipeLink, "_request", request)
+    monkeypatch.setattr(ShardLink, "join", join)
     with load(2) as engine:
         os.kill(started[0], signal.SIGKILL)
         assert ids_of(engine, PROMPT) == ids_of(whole, PROMPT)
@@ -214,7 +220,7 @@ def test_an_answer_goes_on_after_shards_end_or_stall_while_they_start(
 
 def test_a_dead_shard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemma_py.cluster.shards._LEAST_ATTEMPTS", 1)
-    monkeypatch.setattr("gemma_py.cluster.shards._PATIENCE", 0.0)
+    monkeypatch.setattr(ThisMachine, "patience", 0.0)
     with load(2) as engine:
         session = engine.session()
         session.prefill(PROMPT)
@@ -227,7 +233,7 @@ def test_a_dead_shard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_stalled_shard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemma_py.cluster.shards._LEAST_ATTEMPTS", 1)
-    monkeypatch.setattr("gemma_py.cluster.shards._PATIENCE", 0.0)
+    monkeypatch.setattr(ThisMachine, "patience", 0.0)
     with load(2, deadline=0.5) as engine:
         session = engine.session()
         session.prefill(PROMPT)
@@ -305,7 +311,7 @@ def test_streams_over_http_do_not_notice_a_killed_shard(whole: gemma_py.Engine, 
 def test_a_process_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = (
         f"import gemma_py, time\nengine = gemma_py.load({str(TINY)!r}, shards=2)\n"
-        "print(engine.runner._links[0].process.pid, flush=True)\ntime.sleep(600)"
+        "print(engine.runner._links[0].channel.process.pid, flush=True)\ntime.sleep(600)"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as parent:
@@ -324,11 +330,11 @@ def test_a_process_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     pytest.fail("the shard's process is still running")
 
 
-@pytest.mark.parametrize("field", ["model", "package", "layout"])
+@pytest.mark.parametrize("field", ["model", "package"])
 def test_a_shard_of_another_model_does_not_join(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     identity_of = links.identity_of
     monkeypatch.setattr(
-        "gemma_py.cluster.local.identity_of", lambda of: Identity(**(identity_of(of)._asdict() | {field: "other"}))
+        "gemma_py.cluster.divide.identity_of", lambda of: Identity(**(identity_of(of)._asdict() | {field: "other"}))
     )
     with pytest.raises(InputError, match=f"a shard has another {field} than the process that started it"):
         load(2)
@@ -401,7 +407,7 @@ def test_a_late_reply_that_is_taken_for_the_next_reply_is_noticed(
 ) -> None:
     """Mutant: all calls have one number, so each call gets the reply to the call before it."""
     with monkeypatch.context() as patch:
-        patch.setattr(PipeLink, "_call", property(lambda self: 7, lambda self, value: None), raising=False)
+        patch.setattr(ShardLink, "_call", property(lambda self: 7, lambda self, value: None), raising=False)
         with pytest.raises(ValueError, match="could not broadcast"):
             same_after_ctrl_c(whole, pair, patch)
     assert ids_of(pair, PROMPT) == ids_of(whole, PROMPT)

@@ -1,0 +1,315 @@
+"""Hosts of a Ray cluster. No other file imports Ray.
+
+Ray starts processes on hosts, and carries messages. Whether a process is alive is decided here, because Ray reports a lost host
+only after a minute, and a stopped process never.
+
+    this process  --put(message)-->  the actor's inbox   -->  the job
+                  <--get(seconds)--  the actor's outbox  <--  the job
+
+One call of `get` is always under way. It returns when the job sends a message, or without one as a beat.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from gemma_py.cluster.channel import BEAT, Channel, Ended, Job, Messages
+from gemma_py.errors import InputError
+
+_TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
+_ANSWER = 8.0  # seconds in which a cluster should answer
+_FACTS = 20.0  # seconds in which a host should say its facts, which includes the start of a process
+_SUSPECTED = 60.0  # seconds for which a suspect host is avoided
+_BEAT = 1.0  # the longest time between beats
+_ORPHAN = 30.0  # seconds without `get` after which an actor ends, because the process that started it is gone
+_PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).cluster_id"
+
+
+def connect(address: str, allow_open: bool = False) -> "RayHosts":
+    """Connect to a Ray cluster of which this machine is a host. address: HOST:PORT of its head
+
+    allow_open: whether the cluster may lack token authentication
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise InputError(f"the address of a Ray cluster should be HOST:PORT, found {address!r:.80}")
+    if _MODE not in os.environ and _has_token():
+        os.environ[_MODE] = "token"
+    _check(address, allow_open)
+    if not ray.is_initialized():
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(address, namespace="gemma_py", log_to_driver=False, logging_level=logging.CRITICAL)
+        except Exception as error:  # Ray raises many kinds, with texts of several lines
+            reason = str(error).strip().partition("\n")[0]
+            raise InputError(f"cannot join the Ray cluster at {address}: {reason}") from None
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)  # ray.init sets a handler of its own
+    return RayHosts()
+
+
+def _has_token() -> bool:
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return _TOKEN in os.environ or Path(path or Path.home() / ".ray" / "auth_token").exists()
+
+
+def _check(address: str, allow_open: bool) -> None:
+    """Raise InputError if no cluster answers at the address, if it refuses the token, or if it asks for none.
+
+    Ray itself would try again for minutes. So other processes ask, which can be ended.
+    """
+    with _probe(address, dict(os.environ)) as mine, _probe(address, os.environ | {_MODE: "disabled"}) as without:
+        until = time.monotonic() + _ANSWER
+        refused = _outcome(mine, until)
+        opened = _outcome(without, until)
+    if refused == "token":
+        raise InputError(
+            f"the Ray cluster at {address} refuses the token; set {_TOKEN}, or copy ~/.ray/auth_token from another host"
+        )
+    if refused:
+        raise InputError(f"no Ray cluster answers at {address}")
+    if not opened and not allow_open:
+        raise InputError(
+            f"the Ray cluster at {address} asks for no token, so anyone who reaches it can run programs on its hosts; "
+            f"start it with {_MODE}=token, or give --open"
+        )
+
+
+@contextlib.contextmanager
+def _probe(address: str, environment: dict[str, str]) -> Any:
+    command = [sys.executable, "-c", _PROBE, address]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _outcome(process: "subprocess.Popen[str]", until: float) -> str:
+    """Return an empty string if the cluster answers, "token" if it refuses the token, and otherwise "silent"."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    assert process.stderr is not None
+
+    def read(stream: Any = process.stderr) -> None:
+        with contextlib.suppress(ValueError):  # the stream is closed when the process is no longer wanted
+            for line in stream:
+                lines.put(line)
+            lines.put("")
+
+    threading.Thread(target=read, daemon=True).start()
+    while (left := until - time.monotonic()) > 0:
+        try:
+            line = lines.get(timeout=left)
+        except queue.Empty:
+            break
+        if "Unauthenticated" in line or "AuthenticationError" in line:
+            return "token"
+        if not line:
+            return "" if process.wait() == 0 else "silent"
+    return "silent"
+
+
+@dataclass(frozen=True)
+class RayHost:
+    """id: of Ray's node."""
+
+    id: str
+    name: str
+    facts: Any
+    here: bool
+
+    @property
+    def memory(self) -> int | None:
+        memory: int | None = self.facts.memory
+        return memory
+
+    @property
+    def threads(self) -> int | None:
+        threads: int = self.facts.threads
+        return threads
+
+    def start(self, deadline: float) -> Channel:
+        return RayChannel(self.id, deadline)
+
+
+class RayHosts:
+    """The hosts of the cluster that `connect` joined."""
+
+    patience = 120.0
+
+    def __init__(self) -> None:
+        self._known: dict[str, RayHost] = {}
+        self._suspects: dict[str, float] = {}  # the time until which a host is avoided
+
+    def usable(self) -> Sequence[RayHost]:
+        """Return the hosts that are alive and no suspects: other machines first, and those with more memory first."""
+        alive, now = self._alive(), time.monotonic()
+        self._learn([node for node in alive if node not in self._known], alive)
+        hosts = [self._known[node] for node in alive if node in self._known and self._suspects.get(node, 0) < now]
+        return sorted(hosts, key=lambda host: (host.here, -(host.memory or 0)))
+
+    def suspect(self, host: Any) -> None:
+        self._suspects[host.id] = time.monotonic() + _SUSPECTED
+
+    def ask(self, model: str | None) -> dict[str, Any]:
+        """Return each host's facts by its name, or an error text. model: see `facts`"""
+        alive = self._alive()
+        found = _facts(alive, model)
+        names = _names(alive)
+        return {names[node]: found.get(node, f"no answer in {_FACTS:g} s") for node in alive}
+
+    def _alive(self) -> dict[str, dict[str, Any]]:
+        return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+
+    def _learn(self, new: Sequence[str], alive: dict[str, dict[str, Any]]) -> None:
+        names, mine = _names(alive), ray.get_runtime_context().get_node_id()
+        for node, found in _facts(new, None).items():
+            if isinstance(found, str):
+                raise InputError(f"{names[node]}: {found}")
+            self._known[node] = RayHost(node, names[node], found, node == mine)
+
+
+def _names(alive: dict[str, dict[str, Any]]) -> dict[str, str]:
+    addresses = [node["NodeManagerAddress"] for node in alive.values()]
+    return {
+        id: node["NodeManagerAddress"]
+        if addresses.count(node["NodeManagerAddress"]) == 1
+        else f"{node['NodeManagerAddress']} ({id[:6]})"
+        for id, node in alive.items()
+    }
+
+
+def _on(node: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def _facts(nodes: Sequence[str] | dict[str, Any], model: str | None) -> dict[str, Any]:
+    """Return the facts of the hosts that answer, or for a host without a usable gemma_py an error text."""
+
+    def facts_here(model: str | None) -> Any:
+        try:
+            from gemma_py.cluster.hosts import facts
+        except ImportError as error:
+            return f"gemma_py is not installed there: {error}"
+        return facts(model)
+
+    asked = {
+        ray.remote(num_cpus=0, max_retries=0)(facts_here).options(scheduling_strategy=_on(node)).remote(model): node
+        for node in nodes
+    }
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_FACTS) if asked else ([], [])
+    made = {}
+    for reference in answered:
+        try:
+            made[asked[reference]] = ray.get(reference)
+        except ray.exceptions.RayError as error:
+            made[asked[reference]] = str(error).strip().splitlines()[-1]
+    return made
+
+
+class RayChannel:
+    """Starts an actor on a host, and exchanges messages with it."""
+
+    start = 30.0
+
+    def __init__(self, node: str, deadline: float) -> None:
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._open = True
+        beat = min(_BEAT, deadline / 5)
+        self._actor = _Actor.options(scheduling_strategy=_on(node)).remote(max(_ORPHAN, 6 * deadline))
+        threading.Thread(target=self._listen, args=(beat,), name="gemma_py-channel", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        self._actor.put.remote(message)
+
+    def receive(self, seconds: float) -> Any:
+        message = self._inbox.get(timeout=seconds)
+        if isinstance(message, Ended):
+            self.close()
+            raise message
+        return message
+
+    def _listen(self, beat: float) -> None:
+        while self._open:
+            reference = self._actor.get.remote(beat)
+            while self._open and not ray.wait([reference], timeout=_BEAT)[0]:
+                pass
+            if not self._open:
+                return
+            try:
+                messages = ray.get(reference)
+            except ray.exceptions.RayError as error:
+                self._inbox.put(Ended(f"has ended: {_reason(error)}"))
+                return
+            for message in messages or [BEAT]:
+                self._inbox.put(message)
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            # In a thread, because the call waits for Ray's head, which may be out of reach.
+            threading.Thread(target=ray.kill, args=(self._actor,), daemon=True).start()
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+class _Member:
+    """A process that runs a job, the first message that it gets. orphan: see _ORPHAN"""
+
+    def __init__(self, orphan: float) -> None:
+        self._messages, self._sent = Messages(), Messages()
+        self._asked, self._orphan = time.monotonic(), orphan
+        threading.Thread(target=self._run, daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @ray.method(concurrency_group="put")
+    def put(self, message: Any) -> None:
+        self._messages.put(message)
+
+    @ray.method(concurrency_group="get")
+    def get(self, seconds: float) -> list[Any]:
+        """Wait for messages of the job. Return an empty list if there are none in time."""
+        messages = []
+        try:
+            messages.append(self._sent.get(timeout=seconds))
+            while True:
+                messages.append(self._sent.get_nowait())
+        except queue.Empty:
+            pass
+        self._asked = time.monotonic()
+        return messages
+
+    def _run(self) -> None:
+        job: Job = self._messages.get()
+        try:
+            job.run(self._messages, self._sent.put)
+        finally:
+            self._sent.put(Ended("has ended"))
+
+    def _watch(self) -> None:
+        while time.monotonic() - self._asked < self._orphan:
+            time.sleep(_BEAT)
+        os._exit(1)
+
+
+_Actor: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups={"put": 1, "get": 1})(
+    _Member
+)
