@@ -48,6 +48,12 @@ def catalogue() -> list[CatalogEntry]:
         return [CatalogEntry(**entry) for entry in tomllib.load(file)["model"]]
 
 
+def as_other_processes_name(model: str | Path) -> str:
+    """Return what `resolve` takes in a process with another working directory: an absolute path, or a name."""
+    path = Path(model).expanduser()
+    return str(path.absolute() if path.exists() else model)
+
+
 def resolve(model: str | Path, progress: ReportProgress = no_report) -> Path:
     """Return the path of a model's file or directory. Download the model first if it is not on the disk.
 

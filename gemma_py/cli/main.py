@@ -17,8 +17,8 @@ from gemma_py.errors import GemmaError
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _COMMANDS = (
-    "chat", "generate", "serve", "batch", "embed", "score", "bench", "sweep", "inspect", "verify", "audit", "keygen", "models",
-    "cache",
+    "chat", "generate", "serve", "batch", "embed", "score", "bench", "sweep", "inspect", "verify", "audit", "keygen", "nodes",
+    "models", "cache",
 )  # fmt: skip
 
 

@@ -9,15 +9,29 @@ With an embedding model, the prompt is cut into texts, and the embeddings of the
 numbers of texts in a pass.
 
 To compare two machines, write digests of every phase with --trace FILE on one machine, and read this file with --against FILE on
-the other machine.
+the other machine. With --address, every host of a Ray cluster computes such digests, which are compared with this machine's.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import gemma_py
+from gemma_py.catalog import as_other_processes_name
 from gemma_py.checks import trace_file, verify
-from gemma_py.cli.common import add_model, add_quant, counts, natural, note_exceptions, positive, print_json
+from gemma_py.checks.host_traces import TraceJob, differences
+from gemma_py.cli.common import (
+    add_address,
+    add_model,
+    add_open_cluster,
+    add_quant,
+    counts,
+    hosts_of,
+    natural,
+    note_exceptions,
+    positive,
+    print_json,
+)
 from gemma_py.cli.progress import LoadProgress, ProgressBar
 from gemma_py.errors import MismatchError
 from gemma_py.generate.engine import Engine
@@ -63,6 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write digests of every phase")
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with a trace from another machine")
+    add_address(parser)
+    add_open_cluster(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -82,28 +98,43 @@ def run(args: argparse.Namespace) -> None:
             ids = verify.prompt(tokens, engine.config.vocab_size)
             if args.trace is not None:
                 check_writable(args.trace)
+        hosts = hosts_of(args)
         report = verify.verify(open_engine, args.threads, args.chunks, tokens, args.reference, progress, args.shards)
-        made = None
-        if report.difference is None and (args.trace or theirs):
+        made, on_hosts = None, list[tuple[str, verify.Difference | None]]()
+        if report.difference is None and (args.trace or theirs or hosts):
             progress("the trace", 1.0)
             with open_engine(args.threads[0]) as engine:
                 made = trace_file.trace_document(engine, ids)
+        if made is not None and hosts is not None:
+            progress("the hosts", 1.0)
+            job = TraceJob(as_other_processes_name(args.model), args.quant, ids)
+            on_hosts = [(host.name, found) for host, found in differences(hosts.usable(), job, made)]
     if made is not None and args.trace is not None:
         trace_file.write_trace(args.trace, made)
     apart = None
     if made is not None and theirs is not None:
         apart = trace_file.compare(theirs, made, f"this machine and {args.against}")
-    show(args, report, apart)
+    show(args, report, apart, on_hosts)
     report.raise_on_mismatch()
-    if apart is not None:
-        raise MismatchError(str(apart))
+    for difference in (apart, *(found for _, found in on_hosts)):
+        if difference is not None:
+            raise MismatchError(str(difference))
 
 
-def show(args: argparse.Namespace, report: verify.VerifyReport, apart: verify.Difference | None) -> None:
+def show(
+    args: argparse.Namespace,
+    report: verify.VerifyReport,
+    apart: verify.Difference | None,
+    on_hosts: Sequence[tuple[str, verify.Difference | None]],
+) -> None:
     if args.json:
         table = report.as_json()
         if args.against is not None and report.difference is None:
             table["against"] = {"equal": apart is None, "difference": verify.as_table(apart)}
+        if args.address is not None:
+            table["hosts"] = [
+                {"host": name, "equal": found is None, "difference": verify.as_table(found)} for name, found in on_hosts
+            ]
         print_json(table)
         return
     print(grid(report))
@@ -115,6 +146,9 @@ def show(args: argparse.Namespace, report: verify.VerifyReport, apart: verify.Di
             print(f"The trace is in {args.trace}.")
         if args.against is not None and apart is None:
             print(f"Every phase has the bits of {args.against}.")
+        equals = [name for name, found in on_hosts if found is None]
+        if equals:
+            print(f"Every phase has the same bits on {', '.join(equals)}.")
 
 
 def equal(report: verify.VerifyReport) -> str:

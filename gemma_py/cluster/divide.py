@@ -55,7 +55,8 @@ def divide(checkpoint: Checkpoint, whole: Runner, quant: str | None, division: D
         host, planned[number] = planned[number], None
         if host is None:
             try:
-                (host,) = place(division.hosts.usable(), [needs[number]])
+                others = [(entry[1], needs[at]) for at, entry in enumerate(links) if entry and at != number]
+                (host,) = place(division.hosts.usable(), [needs[number]], others)
             except InputError as error:
                 raise ShardError(number, shards, str(spans[number]), f"finds no host: {error}") from None
         join = Join(

@@ -78,7 +78,10 @@ class Hosts(Protocol):
         """Return the hosts on which a process can be started, without suspects."""
 
     def suspect(self, host: Host) -> None:
-        """Avoid a host, because a process on the host gave no sign of life."""
+        """Avoid a host for a while, because a process on the host gave no sign of life."""
+
+    def ask(self, model: str | None) -> dict[str, Facts | str]:
+        """Return each host's facts by its name, or an error text. model: see `facts`"""
 
 
 class ThisMachine:
@@ -96,25 +99,31 @@ class ThisMachine:
     def suspect(self, host: Host) -> None:
         """Do nothing: a new process on this machine often goes on where another one stalled."""
 
+    def ask(self, model: str | None) -> dict[str, Facts | str]:
+        return {"this machine": facts(model)}
 
-def place(hosts: Sequence[Host], sizes: Sequence[int]) -> list[Host]:
-    """Choose a host for each process. Each goes to the host with the most memory left.
 
-    sizes: the bytes that each process needs
+def place(hosts: Sequence[Host], sizes: Sequence[int], taken: Sequence[tuple[Host, int]] = ()) -> list[Host]:
+    """Choose a host for each process: of the hosts with enough memory, the first with the fewest processes.
+
+    sizes: the bytes that each process needs. taken: the host and the bytes of each process that runs already
     """
-    if not hosts:
-        raise InputError("no host is left")
-    left = {id(host): host.memory for host in hosts}
+    running = [(host.name, size) for host, size in taken]
     chosen = []
     for size in sizes:
-        best = max(hosts, key=lambda host: float("inf") if (free := left[id(host)]) is None else free)
-        free = left[id(best)]
-        if free is not None:
-            if free < size:
-                raise InputError(
-                    f"a process needs {size / (1 << 20):,.0f} MiB of memory, and the host with the most, {best.name}, "
-                    f"has {free / (1 << 20):,.0f} MiB left"
-                )
-            left[id(best)] = free - size
+        room = {
+            host.name: host.memory - sum(bytes for name, bytes in running if name == host.name)
+            for host in hosts
+            if host.memory is not None
+        }
+        fitting = [host for host in hosts if room.get(host.name, size) >= size]
+        if not fitting:
+            most = max(room, key=lambda name: room[name], default=None)
+            found = (
+                "no host is left" if most is None else f"{most} has the most left, {room[most] / (1 << 20):,.0f} MiB"
+            )
+            raise InputError(f"a process needs {size / (1 << 20):,.0f} MiB of memory; {found}")
+        best = min(fitting, key=lambda host: sum(name == host.name for name, _ in running))
+        running.append((best.name, size))
         chosen.append(best)
     return chosen

@@ -14,6 +14,7 @@ import logging
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,16 +24,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from gemma_py.cluster.channel import BEAT, Channel, Ended, Job, Messages
+from gemma_py.cluster.hosts import Facts
 from gemma_py.errors import InputError
 
-_TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
+_TOKEN, _PATH, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"
+_TOKEN_FILE = Path(os.environ.get(_PATH) or Path.home() / ".ray" / "auth_token")
+if _TOKEN in os.environ or _TOKEN_FILE.exists():
+    # `ray start` uses a token if there is one, but a program does not. Ray reads this variable when it is imported.
+    os.environ.setdefault(_MODE, "token")
+
+import ray  # noqa: E402
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
+
 _ANSWER = 8.0  # seconds in which a cluster should answer
 _FACTS = 20.0  # seconds in which a host should say its facts, which includes the start of a process
-_SUSPECTED = 60.0  # seconds for which a suspect host is avoided
 _BEAT = 1.0  # the longest time between beats
 _ORPHAN = 30.0  # seconds without `get` after which an actor ends, because the process that started it is gone
 _PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).cluster_id"
@@ -46,10 +52,14 @@ def connect(address: str, allow_open: bool = False) -> "RayHosts":
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise InputError(f"the address of a Ray cluster should be HOST:PORT, found {address!r:.80}")
-    if _MODE not in os.environ and _has_token():
-        os.environ[_MODE] = "token"
+    try:
+        socket.create_connection((host, int(port)), _ANSWER).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(f"no Ray cluster answers at {address}: {error}") from None
     _check(address, allow_open)
     if not ray.is_initialized():
+        # No option keeps Ray from printing the ends of processes to standard output, where this package prints answers.
+        ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
         handler = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address, namespace="gemma_py", log_to_driver=False, logging_level=logging.CRITICAL)
@@ -60,11 +70,6 @@ def connect(address: str, allow_open: bool = False) -> "RayHosts":
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)  # ray.init sets a handler of its own
     return RayHosts()
-
-
-def _has_token() -> bool:
-    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    return _TOKEN in os.environ or Path(path or Path.home() / ".ray" / "auth_token").exists()
 
 
 def _check(address: str, allow_open: bool) -> None:
@@ -130,18 +135,16 @@ class RayHost:
 
     id: str
     name: str
-    facts: Any
+    facts: Facts
     here: bool
 
     @property
     def memory(self) -> int | None:
-        memory: int | None = self.facts.memory
-        return memory
+        return self.facts.memory
 
     @property
     def threads(self) -> int | None:
-        threads: int = self.facts.threads
-        return threads
+        return self.facts.threads
 
     def start(self, deadline: float) -> Channel:
         return RayChannel(self.id, deadline)
@@ -154,19 +157,27 @@ class RayHosts:
 
     def __init__(self) -> None:
         self._known: dict[str, RayHost] = {}
-        self._suspects: dict[str, float] = {}  # the time until which a host is avoided
+        self._suspects: set[str] = set()
 
     def usable(self) -> Sequence[RayHost]:
         """Return the hosts that are alive and no suspects: other machines first, and those with more memory first."""
-        alive, now = self._alive(), time.monotonic()
+        alive = self._alive()
         self._learn([node for node in alive if node not in self._known], alive)
-        hosts = [self._known[node] for node in alive if node in self._known and self._suspects.get(node, 0) < now]
+        hosts = [self._known[node] for node in alive if node in self._known and node not in self._suspects]
         return sorted(hosts, key=lambda host: (host.here, -(host.memory or 0)))
 
     def suspect(self, host: Any) -> None:
-        self._suspects[host.id] = time.monotonic() + _SUSPECTED
+        """Avoid a host until it answers. Perhaps only a process has stalled, and the host is well."""
+        if host.id not in self._suspects:
+            self._suspects.add(host.id)
+            threading.Thread(target=self._await_answer, args=(host.id,), daemon=True).start()
 
-    def ask(self, model: str | None) -> dict[str, Any]:
+    def _await_answer(self, node: str) -> None:
+        while node in self._alive() and not isinstance(_facts([node], None).get(node), Facts):
+            time.sleep(_BEAT)
+        self._suspects.discard(node)  # a host that has ended is not in `_alive` any more
+
+    def ask(self, model: str | None) -> dict[str, Facts | str]:
         """Return each host's facts by its name, or an error text. model: see `facts`"""
         alive = self._alive()
         found = _facts(alive, model)
@@ -198,7 +209,7 @@ def _on(node: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
-def _facts(nodes: Sequence[str] | dict[str, Any], model: str | None) -> dict[str, Any]:
+def _facts(nodes: Sequence[str] | dict[str, Any], model: str | None) -> dict[str, Facts | str]:
     """Return the facts of the hosts that answer, or for a host without a usable gemma_py an error text."""
 
     def facts_here(model: str | None) -> Any:
@@ -213,7 +224,7 @@ def _facts(nodes: Sequence[str] | dict[str, Any], model: str | None) -> dict[str
         for node in nodes
     }
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_FACTS) if asked else ([], [])
-    made = {}
+    made: dict[str, Facts | str] = {}
     for reference in answered:
         try:
             made[asked[reference]] = ray.get(reference)

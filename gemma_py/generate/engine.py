@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gemma_py import machine
-from gemma_py.catalog import resolve
+from gemma_py.catalog import as_other_processes_name, resolve
 from gemma_py.errors import ComputationError, InputError
 from gemma_py.formats.blocks import QUANTS
 from gemma_py.formats.floats import bytes_for_digest
@@ -495,8 +495,7 @@ def load(
     engine.speculate = speculate
     try:
         if shards != 1:
-            path = Path(model).expanduser()
-            engine.divide(shards, hosts, str(path.absolute() if path.exists() else model))
+            engine.divide(shards, hosts, as_other_processes_name(model))
         if draft is not None:
             engine.use_draft(replace(open_checkpoint(resolve(draft, progress)), cacheable=pack), progress)
     except BaseException:
