@@ -18,8 +18,10 @@ from collections.abc import Callable
 from gemma_py.chat.conversation import AnswerStats, Conversation, TokenStream
 from gemma_py.cli.chat_commands import COMMANDS, arguments, run_command
 from gemma_py.cli.common import (
+    add_address,
     add_engine,
     add_model,
+    add_open_cluster,
     add_shards,
     add_sign,
     note_exceptions,
@@ -70,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_speculate(parser)
     add_engine(parser)
     add_shards(parser)
+    add_address(parser)
+    add_open_cluster(parser)
 
 
 def run(args: argparse.Namespace) -> None:

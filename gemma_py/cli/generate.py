@@ -14,9 +14,11 @@ import time
 from typing import Any
 
 from gemma_py.cli.common import (
+    add_address,
     add_engine,
     add_input,
     add_model,
+    add_open_cluster,
     add_receipt,
     add_shards,
     note_exceptions,
@@ -47,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_speculate(parser)
     add_engine(parser)
     add_shards(parser)
+    add_address(parser)
+    add_open_cluster(parser)
 
 
 def run(args: argparse.Namespace) -> None:

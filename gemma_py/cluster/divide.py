@@ -49,7 +49,7 @@ def divide(checkpoint: Checkpoint, whole: Runner, quant: str | None, division: D
     links: list[tuple[ShardLink, Host] | None] = [None] * (shards - 1)
 
     def connect(number: int) -> ShardLink:
-        before = links[number]
+        before, links[number] = links[number], None
         if before is not None and before[0].stalled:
             division.hosts.suspect(before[1])
         host, planned[number] = planned[number], None

@@ -240,9 +240,10 @@ class RayChannel:
 
     def __init__(self, node: str, deadline: float) -> None:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._open = True
+        self._open, self._node = True, node
         beat = min(_BEAT, deadline / 5)
         self._actor = _Actor.options(scheduling_strategy=_on(node)).remote(max(_ORPHAN, 6 * deadline))
+        self._process = self._actor.process.remote()
         threading.Thread(target=self._listen, args=(beat,), name="gemma_py-channel", daemon=True).start()
 
     def send(self, message: Any) -> None:
@@ -273,8 +274,26 @@ class RayChannel:
     def close(self) -> None:
         if self._open:
             self._open = False
-            # In a thread, because the call waits for Ray's head, which may be out of reach.
-            threading.Thread(target=ray.kill, args=(self._actor,), daemon=True).start()
+            # In a thread, because the calls wait for hosts that may be out of reach.
+            threading.Thread(target=_end, args=(self._actor, self._process, self._node), daemon=True).start()
+
+
+def _end(actor: Any, process: Any, node: str) -> None:
+    """End an actor. Ray asks the process to end, but a stopped process does not answer, so a task kills it too.
+
+    process: the reference to the process's id
+    """
+
+    def kill(process: int) -> None:
+        with contextlib.suppress(OSError):  # the process has ended
+            if Path(f"/proc/{process}/cmdline").read_bytes().startswith(b"ray::"):
+                os.kill(process, signal.SIGKILL)
+
+    ray.kill(actor)
+    with contextlib.suppress(ray.exceptions.RayError):  # the actor or its host has ended
+        if ray.wait([process], timeout=_FACTS)[0]:
+            number = ray.get(process)
+            ray.get(ray.remote(num_cpus=0, max_retries=0)(kill).options(scheduling_strategy=_on(node)).remote(number))
 
 
 def _reason(error: Exception) -> str:
@@ -290,6 +309,9 @@ class _Member:
         self._asked, self._orphan = time.monotonic(), orphan
         threading.Thread(target=self._run, daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()
+
+    def process(self) -> int:
+        return os.getpid()
 
     @ray.method(concurrency_group="put")
     def put(self, message: Any) -> None:

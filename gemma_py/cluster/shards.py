@@ -217,6 +217,9 @@ class Shards(Runner):
         super().__init__(program, config, shared, kv)
         self.spans, self.epoch, self._lost, self._patience = spans, 0, lost, patience
         self._connect, self._process = connect, os.getpid()
+        self.chunk = CHUNK * len(
+            spans
+        )  # so that a pass has more pieces, and shards wait less for the first and the last
         self.local = Shard(SpanRunner(spans[-1], shared, kv))
         self._orders: list[Order] = []
         self._blocks = self._last_number = 0
@@ -441,8 +444,8 @@ class Shards(Runner):
         self.order(Begin(number, cache.keep, cache.poison))
         if cache.prepared is not None:
             self.order(Prepare(number, *cache.prepared))
-        for first in range(0, len(cache.ids), CHUNK):
-            tokens = cache.ids[first : first + CHUNK]
+        for first in range(0, len(cache.ids), self.chunk):
+            tokens = cache.ids[first : first + self.chunk]
             left = len(cache.ids) - first - len(tokens)
             self._run_parts([SequencePart(number, tokens, 0, 0, len(tokens))], left, None)
         cache.number, cache.epoch = number, self.epoch

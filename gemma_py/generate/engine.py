@@ -32,7 +32,7 @@ from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed, check_context
 from gemma_py.runtime.compiling import Compilation, first_time
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.program import LinkedProgram, link
-from gemma_py.runtime.runner import CHUNK, Runner, SequenceInput, SharedTeam
+from gemma_py.runtime.runner import Runner, SequenceInput, SharedTeam
 from gemma_py.templates.chat_format import ChatFormat
 from gemma_py.templates.notation import end_ids
 from gemma_py.templates.template import TRANSCRIPT, Template, choose
@@ -430,7 +430,7 @@ class Engine:
 
         The tokens are assumed to be prefilled in chunks of the default size.
         """
-        return bytes_needed(self.config, self.kv_type, tokens, CHUNK, keep)
+        return bytes_needed(self.config, self.kv_type, tokens, self.runner.chunk, keep)
 
     def run_together(self, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
         """Run one pass for several sequences. Return the logits of each sequence. If the pass fails, no cache changes."""

@@ -23,7 +23,7 @@ from gemma_py.generate.sampling import ROWS_AT_ONCE
 from gemma_py.receipts.receipt import Receipt
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.prefix_cache import BLOCK_TOKENS
-from gemma_py.runtime.runner import CHUNK, SequenceInput
+from gemma_py.runtime.runner import SequenceInput
 
 # Target seconds of a pass that only prefills, and of a pass that also decodes. In a pass that also decodes, every answer waits
 # for its next token.
@@ -256,7 +256,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
     def _allocate(self, sequence: _Sequence) -> int:
         """Allocate a KV cache, and copy the request's longest cached prefix to it. Return the number of copied tokens."""
         cache = self.engine.new_cache(BLOCK_TOKENS)
-        cache.prepare(len(sequence.prompt) + sequence.generation.max_tokens, CHUNK)
+        cache.prepare(len(sequence.prompt) + sequence.generation.max_tokens, self.engine.runner.chunk)
         hit = 0 if sequence.scoring else self._prefixes.restore(cache, sequence.ids)
         sequence.cache = cache
         return hit
@@ -281,7 +281,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         answers = [s for s in self._running if not s.prefilling]
         prompts = [s for s in self._running if s.prefilling]
         seconds = _PASS_SECONDS_BESIDE if answers else _PASS_SECONDS
-        room = max(_FEWEST_ROWS, min(CHUNK, int(seconds / self._row_seconds)) - len(answers))
+        room = max(_FEWEST_ROWS, min(self.engine.runner.chunk, int(seconds / self._row_seconds)) - len(answers))
         counts = [1] * len(answers) + (shares([s.pending for s in prompts], room) if prompts else [])
         chances = [s.generation.guess_chances() for s in answers]
         drafting = [s.generation.speculation.drafting for s in answers]

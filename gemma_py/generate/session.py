@@ -9,7 +9,6 @@ import numpy as np
 from gemma_py.errors import InputError
 from gemma_py.generate.core import Generation, whole
 from gemma_py.runtime.cache import check_context
-from gemma_py.runtime.runner import CHUNK
 
 if TYPE_CHECKING:
     from gemma_py.generate.engine import Engine
@@ -48,7 +47,7 @@ class Session:
         """
         engine, runner = self.engine, self.engine.runner
         tokens = engine.check_ids(ids)
-        size = CHUNK if chunk is None else whole("chunk", chunk, 1)
+        size = runner.chunk if chunk is None else whole("chunk", chunk, 1)
         check_context(engine.context, len(tokens), after=self.position)
         rows = []
         for first in range(0, len(tokens), size):

@@ -52,7 +52,12 @@ class SharedTeam:
 
 
 class Runner:
-    """Runs one forward pass at a time. Several Python threads may call a runner; their passes run one after another."""
+    """Runs one forward pass at a time. Several Python threads may call a runner; their passes run one after another.
+
+    chunk: the default number of prompt tokens of a pass
+    """
+
+    chunk = CHUNK
 
     def __init__(self, program: LinkedProgram, config: Config, shared: SharedTeam, kv: str = "float32") -> None:
         self.program, self.config, self.shared, self.kv = program, config, shared, kv

@@ -13,8 +13,8 @@ from tiny_models import VARIANTS
 
 import gemma_py
 from gemma_py.checks.verify import compute
-from gemma_py.cluster.shard import Shard, SpanRunner
-from gemma_py.cluster.shards import LocalLink, Shards
+from gemma_py.cluster.shard import SequencePart, Shard, SpanRunner
+from gemma_py.cluster.shards import LocalLink, Shards, divided
 from gemma_py.cluster.spans import Span, allowed_cuts, choose_cuts, layer_bytes, make_spans
 from gemma_py.errors import InputError
 from gemma_py.runtime.runner import SequenceInput, SharedTeam
@@ -70,6 +70,35 @@ def test_requests_in_one_pass_match_the_reference(checkpoints: dict[str, Path], 
             assert together(engine, wants, seed)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "gemma3n", "gemma4-e2b", "gemma4-dense"])
+def test_passes_in_pieces_match_the_reference(
+    checkpoints: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(checkpoints[name], 2) as engine:
+        want, wants = expected(name, engine), expected_of_several(f"{name} float32", engine)
+    for tokens in (1, 3, 7):
+        monkeypatch.setattr("gemma_py.cluster.shards._PIECE", tokens)
+        with sharded(checkpoints[name], 0, 2) as engine:
+            for sizes in ([TOKENS], [20, 1, 13, 2]):
+                assert want.same(engine, sizes), f"chunks of {sizes} in pieces of {tokens}"
+            assert want.same(engine, [33], all_logits=False)
+            assert together(engine, wants, tokens)
+
+
+def test_pieces_have_all_tokens_in_order() -> None:
+    parts = [
+        SequencePart(1, [7], 1, 0, 1),
+        SequencePart(2, list(range(9)), 4, 0, 9),
+        SequencePart(3, [5, 6, 7], 3, 2, 3),
+    ]
+    pieces = divided(parts, 4)
+    assert [[(part.cache, part.tokens, part.logits, part.reserved) for part in piece] for piece in pieces] == [
+        [(1, [7], 1, 1), (2, [0, 1, 2], 0, 9)],
+        [(2, [3, 4, 5, 6], 2, 6)],
+        [(2, [7, 8], 2, 2), (3, [5, 6, 7], 3, 3)],
+    ]
+
+
 @pytest.mark.parametrize("name", ["gemma3", "gemma3n", "gemma4-e2b", "gemma4-experts"])
 def test_traces_of_spans_join_to_the_unsharded_trace(checkpoints: dict[str, Path], name: str) -> None:
     with opened(checkpoints[name], 2) as engine:
@@ -116,6 +145,50 @@ def test_cuts_balance_memory_if_a_host_has_too_little() -> None:
 
 
 # --- controls: the tests above notice a wrong cut ---------------------------------------------------------------------
+
+
+def test_pieces_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(TINY, 2) as engine:
+        want = expected("tiny", engine)
+    monkeypatch.setattr("gemma_py.cluster.shards._PIECE", 8)
+    monkeypatch.setattr("gemma_py.cluster.shards.divided", lambda parts, tokens: swapped(divided(parts, tokens)))
+
+    def swapped(pieces: list[Any]) -> list[Any]:
+        return [pieces[1], pieces[0], *pieces[2:]] if len(pieces) > 1 else pieces
+
+    with sharded(TINY, 2, 2) as engine:
+        assert not want.same(engine, [24])
+
+
+def test_a_ring_without_room_for_the_whole_pass_is_noticed(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefix cache copies the rows of a whole pass, after the last piece. Mutant: room for one piece only."""
+    monkeypatch.setattr("gemma_py.cluster.shards._PIECE", 8)
+
+    def logits(engine: gemma_py.Engine) -> bytes:
+        engine.runner.instruments.poison = False  # poison also overwrites rows that no later row of the pass reads
+        prefixes, ids = engine.new_prefix_cache(1 << 20), prompt(engine.config, 120)
+        cache = engine.new_cache()
+        engine.run_together([SequenceInput(cache, ids)])
+        prefixes.insert(cache, 0)
+        again = engine.new_cache()
+        assert prefixes.restore(again, ids[:17]) == 16
+        return engine.run_together([SequenceInput(again, ids[16:20])])[0].tobytes()
+
+    with opened(checkpoints["gemma3"], 2) as engine:
+        wanted = logits(engine)
+    with sharded(checkpoints["gemma3"], 2, 2) as engine:
+        assert logits(engine) == wanted
+    honest = Shard._run
+
+    def short(shard: Shard, order: Any, rows: Any) -> Any:
+        parts = [part._replace(reserved=len(part.tokens)) for part in order.parts]
+        return honest(shard, order._replace(parts=parts), rows)
+
+    monkeypatch.setattr(Shard, "_run", short)
+    with sharded(checkpoints["gemma3"], 2, 2) as engine:
+        assert logits(engine) != wanted
 
 
 def test_a_skipped_order_is_noticed(checkpoints: dict[str, Path]) -> None:

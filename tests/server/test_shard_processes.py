@@ -383,7 +383,7 @@ def test_a_replay_that_is_one_token_short_is_noticed(
 def test_chunks_of_a_replay_that_change_places_are_noticed(
     whole: gemma_py.Engine, pair: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gemma_py.cluster.shards.CHUNK", 16)
+    monkeypatch.setattr(shards_of(pair), "chunk", 16)
     sessions = [engine.session() for engine in (whole, pair)]
     for session in sessions:
         session.prefill(PROMPT)

@@ -128,3 +128,13 @@ def test_no_reassociation_on_the_path_of_a_bit() -> None:
     # arithmetic.py compiles the specification, and decorator.py compiles the kernels.
     assert sorted(compiling) == ["arithmetic.py", "decorator.py"]
     assert "parallel" not in (PACKAGE / "kernels" / "decorator.py").read_text()
+
+
+def test_one_file_imports_ray() -> None:
+    importing = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            importing += [path.name for name in names if name.split(".")[0] == "ray"]
+    assert set(importing) == {"ray_hosts.py"}
