@@ -9,6 +9,7 @@ only after a minute, and a stopped process never.
 One call of `get` is always under way. It returns when the job sends a message, or without one as a beat.
 """
 
+import atexit
 import contextlib
 import logging
 import os
@@ -39,9 +40,27 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noq
 
 _ANSWER = 8.0  # seconds in which a cluster should answer
 _FACTS = 20.0  # seconds in which a host should say its facts, which includes the start of a process
+_END = 5.0  # seconds to wait for calls to Ray when this process ends
 _BEAT = 1.0  # the longest time between beats
 _ORPHAN = 30.0  # seconds without `get` after which an actor ends, because the process that started it is gone
 _PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).cluster_id"
+
+
+_threads: list[threading.Thread] = []
+
+
+def _in_background(work: Any, *arguments: Any) -> None:
+    """Call a function that uses Ray in a thread, which a process awaits before Ray is shut down."""
+    _threads[:] = [thread for thread in _threads if thread.is_alive()]
+    _threads.append(threading.Thread(target=work, args=arguments, name="gemma_py-ray", daemon=True))
+    _threads[-1].start()
+
+
+def _await_threads() -> None:
+    RayHosts.ending = True
+    until = time.monotonic() + _END
+    for thread in _threads:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def connect(address: str, allow_open: bool = False) -> "RayHosts":
@@ -62,6 +81,7 @@ def connect(address: str, allow_open: bool = False) -> "RayHosts":
         ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
         handler = signal.getsignal(signal.SIGTERM)
         try:
+            atexit.register(_await_threads)  # before Ray's own function, which is registered already
             ray.init(address, namespace="gemma_py", log_to_driver=False, logging_level=logging.CRITICAL)
         except Exception as error:  # Ray raises many kinds, with texts of several lines
             reason = str(error).strip().partition("\n")[0]
@@ -151,9 +171,10 @@ class RayHost:
 
 
 class RayHosts:
-    """The hosts of the cluster that `connect` joined."""
+    """The hosts of the cluster that `connect` joined. ending: whether this process is about to end"""
 
     patience = 120.0
+    ending = False
 
     def __init__(self) -> None:
         self._known: dict[str, RayHost] = {}
@@ -170,10 +191,10 @@ class RayHosts:
         """Avoid a host until it answers. Perhaps only a process has stalled, and the host is well."""
         if host.id not in self._suspects:
             self._suspects.add(host.id)
-            threading.Thread(target=self._await_answer, args=(host.id,), daemon=True).start()
+            _in_background(self._await_answer, host.id)
 
     def _await_answer(self, node: str) -> None:
-        while node in self._alive() and not isinstance(_facts([node], None).get(node), Facts):
+        while not self.ending and node in self._alive() and not isinstance(_facts([node], None).get(node), Facts):
             time.sleep(_BEAT)
         self._suspects.discard(node)  # a host that has ended is not in `_alive` any more
 
@@ -244,7 +265,7 @@ class RayChannel:
         beat = min(_BEAT, deadline / 5)
         self._actor = _Actor.options(scheduling_strategy=_on(node)).remote(max(_ORPHAN, 6 * deadline))
         self._process = self._actor.process.remote()
-        threading.Thread(target=self._listen, args=(beat,), name="gemma_py-channel", daemon=True).start()
+        _in_background(self._listen, beat)
 
     def send(self, message: Any) -> None:
         self._actor.put.remote(message)
@@ -275,7 +296,7 @@ class RayChannel:
         if self._open:
             self._open = False
             # In a thread, because the calls wait for hosts that may be out of reach.
-            threading.Thread(target=_end, args=(self._actor, self._process, self._node), daemon=True).start()
+            _in_background(_end, self._actor, self._process, self._node)
 
 
 def _end(actor: Any, process: Any, node: str) -> None:
