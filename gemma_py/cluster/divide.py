@@ -46,6 +46,7 @@ def divide(checkpoint: Checkpoint, whole: Runner, quant: str | None, division: D
     ends = np.cumsum([0, *layer_bytes(config, program, kv, tokens)])
     needs = [int(ends[span.end] - ends[span.first]) + _PROCESS for span in spans[:-1]]
     planned: list[Host | None] = [*place(hosts, needs)]
+    refused = set[str]()  # the names of hosts that have another model or package, since they were changed
     links: list[tuple[ShardLink, Host] | None] = [None] * (shards - 1)
 
     def connect(number: int) -> ShardLink:
@@ -53,10 +54,12 @@ def divide(checkpoint: Checkpoint, whole: Runner, quant: str | None, division: D
         if before is not None and before[0].stalled:
             division.hosts.suspect(before[1])
         host, planned[number] = planned[number], None
+        replaces = host is None
         if host is None:
             try:
                 others = [(entry[1], needs[at]) for at, entry in enumerate(links) if entry and at != number]
-                (host,) = place(division.hosts.usable(), [needs[number]], others)
+                usable = [host for host in division.hosts.usable() if host.name not in refused]
+                (host,) = place(usable, [needs[number]], others)
             except InputError as error:
                 raise ShardError(number, shards, str(spans[number]), f"finds no host: {error}") from None
         join = Join(
@@ -65,7 +68,13 @@ def divide(checkpoint: Checkpoint, whole: Runner, quant: str | None, division: D
         )  # fmt: skip
         link = ShardLink(join, host.start(shared.team.deadline), str(spans[number]), shards, host.name)
         links[number] = link, host
-        link.join()
+        try:
+            link.join()
+        except InputError as error:
+            if not replaces:
+                raise
+            refused.add(host.name)
+            raise ShardError(number, shards, str(spans[number]), f"cannot be replaced: {error}") from None
         return link
 
     return Shards(program, config, shared, kv, spans, connect, lost, division.hosts.patience)

@@ -47,6 +47,7 @@ _PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.a
 
 
 _threads: list[threading.Thread] = []
+_ending = threading.Event()  # set when this process is about to end
 
 
 def _in_background(work: Any, *arguments: Any) -> None:
@@ -57,7 +58,7 @@ def _in_background(work: Any, *arguments: Any) -> None:
 
 
 def _await_threads() -> None:
-    RayHosts.ending = True
+    _ending.set()
     until = time.monotonic() + _END
     for thread in _threads:
         thread.join(max(0.0, until - time.monotonic()))
@@ -81,7 +82,6 @@ def connect(address: str, allow_open: bool = False) -> "RayHosts":
         ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
         handler = signal.getsignal(signal.SIGTERM)
         try:
-            atexit.register(_await_threads)  # before Ray's own function, which is registered already
             ray.init(address, namespace="gemma_py", log_to_driver=False, logging_level=logging.CRITICAL)
         except Exception as error:  # Ray raises many kinds, with texts of several lines
             reason = str(error).strip().partition("\n")[0]
@@ -89,6 +89,7 @@ def connect(address: str, allow_open: bool = False) -> "RayHosts":
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)  # ray.init sets a handler of its own
+        atexit.register(_await_threads)  # the function that is registered last is called first, before Ray's own
     return RayHosts()
 
 
@@ -171,10 +172,9 @@ class RayHost:
 
 
 class RayHosts:
-    """The hosts of the cluster that `connect` joined. ending: whether this process is about to end"""
+    """The hosts of the cluster that `connect` joined."""
 
     patience = 120.0
-    ending = False
 
     def __init__(self) -> None:
         self._known: dict[str, RayHost] = {}
@@ -194,7 +194,7 @@ class RayHosts:
             _in_background(self._await_answer, host.id)
 
     def _await_answer(self, node: str) -> None:
-        while not self.ending and node in self._alive() and not isinstance(_facts([node], None).get(node), Facts):
+        while not _ending.is_set() and node in self._alive() and not isinstance(_facts([node], None).get(node), Facts):
             time.sleep(_BEAT)
         self._suspects.discard(node)  # a host that has ended is not in `_alive` any more
 
@@ -278,11 +278,12 @@ class RayChannel:
         return message
 
     def _listen(self, beat: float) -> None:
-        while self._open:
+        while True:
             reference = self._actor.get.remote(beat)
-            while self._open and not ray.wait([reference], timeout=_BEAT)[0]:
-                pass
-            if not self._open:
+            while not ray.wait([reference], timeout=_BEAT)[0]:
+                if not self._open or _ending.is_set():
+                    return
+            if not self._open or _ending.is_set():
                 return
             try:
                 messages = ray.get(reference)
