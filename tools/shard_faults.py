@@ -12,6 +12,7 @@ Linux only.
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import queue
@@ -70,7 +71,11 @@ def answers(
         for number, request in enumerate(requests):
             scheduler.submit(request, partial(put, number))
         while running:
-            number, event = heard.get(timeout=_WAIT)
+            try:
+                number, event = heard.get(timeout=_WAIT)
+            except queue.Empty:
+                faulthandler.dump_traceback()
+                raise
             if isinstance(event, Generated):
                 made[number].append(event.token.id)
                 longest, last = max(longest, time.monotonic() - last), time.monotonic()

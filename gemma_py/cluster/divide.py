@@ -1,6 +1,7 @@
 """Divide a model among shards, and choose the host of each."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,44 +38,69 @@ def divide(checkpoint: Checkpoint, whole: Runner, quant: str | None, division: D
     tokens = min(_TOKENS, config.max_position_embeddings)
     hosts = division.hosts.usable()
     room = None
-    if all(host.memory is not None for host in hosts):
-        # Host number i gets shard number i, if there are enough hosts.
+    if any(host.memory is not None for host in hosts):
+        # Shard number i goes to host number i, if there are enough hosts.
         frees = [hosts[number % len(hosts)].memory or 0 for number in range(shards - 1)]
-        room = [*frees, machine.memory() or max(frees, default=1)]
+        room = [*(max(0, free - _PROCESS) for free in frees), machine.memory() or max(frees, default=1)]
     cuts = choose_cuts(config, program, shards, kv, tokens, room)
-    spans, identity = make_spans(config, program, cuts), identity_of(checkpoint)
-    ends = np.cumsum([0, *layer_bytes(config, program, kv, tokens)])
-    needs = [int(ends[span.end] - ends[span.first]) + _PROCESS for span in spans[:-1]]
-    planned: list[Host | None] = [*place(hosts, needs)]
-    refused = set[str]()  # the names of hosts that have another model or package, since they were changed
-    links: list[tuple[ShardLink, Host] | None] = [None] * (shards - 1)
+    spans = make_spans(config, program, cuts)
+    sizes = np.cumsum([0, *layer_bytes(config, program, kv, tokens)])
+    needs = [int(sizes[span.end] - sizes[span.first]) for span in spans]
+    if room is not None and needs[-1] > room[-1]:
+        raise InputError(
+            f"this machine computes {spans[-1]}, which need {needs[-1] >> 20:,} MiB of memory, and {room[-1] >> 20:,} MiB are "
+            "available; more shards (--shards) on more hosts need less memory each"
+        )
+    join = Join(
+        division.model, checkpoint.cacheable, quant, kv, shared.team.workers, shared.team.deadline, tuple(cuts), 0,
+        identity_of(checkpoint),
+    )  # fmt: skip
+    starter = _Starter(division.hosts, join, [str(span) for span in spans], [need + _PROCESS for need in needs[:-1]])
+    return Shards(program, config, shared, kv, spans, starter.start, lost, division.hosts.patience)
 
-    def connect(number: int) -> ShardLink:
-        before, links[number] = links[number], None
+
+class _Starter:
+    """Starts the processes of shards, and chooses their hosts.
+
+    join: the job of shard 0. spans: their names. needs: the bytes of memory that each process needs
+    """
+
+    def __init__(self, hosts: Hosts, join: Join, spans: Sequence[str], needs: Sequence[int]) -> None:
+        self._hosts, self._join, self._spans, self._needs = hosts, join, spans, needs
+        self._planned: list[Host | None] = [*place(hosts.usable(), needs)]
+        self._started: list[tuple[ShardLink, Host] | None] = [None] * len(needs)
+        self._refused = set[str]()  # the names of hosts that have another model or package, since they were changed
+
+    def start(self, number: int) -> ShardLink:
+        """Start the process of a shard, or another one in the place of a process that has ended or stalled."""
+        before, self._started[number] = self._started[number], None
         if before is not None and before[0].stalled:
-            division.hosts.suspect(before[1])
-        host, planned[number] = planned[number], None
+            self._hosts.suspect(before[1])
+        host, self._planned[number] = self._planned[number], None
         replaces = host is None
-        if host is None:
-            try:
-                others = [(entry[1], needs[at]) for at, entry in enumerate(links) if entry and at != number]
-                usable = [host for host in division.hosts.usable() if host.name not in refused]
-                (host,) = place(usable, [needs[number]], others)
-            except InputError as error:
-                raise ShardError(number, shards, str(spans[number]), f"finds no host: {error}") from None
-        join = Join(
-            division.model, checkpoint.cacheable, quant, kv, host.threads or shared.team.workers, shared.team.deadline,
-            tuple(cuts), number, identity,
-        )  # fmt: skip
-        link = ShardLink(join, host.start(shared.team.deadline), str(spans[number]), shards, host.name)
-        links[number] = link, host
         try:
+            if host is None:
+                host = self._choose(number)
+            link = self._link(number, host)
+            self._started[number] = link, host
             link.join()
         except InputError as error:
             if not replaces:
                 raise
-            refused.add(host.name)
-            raise ShardError(number, shards, str(spans[number]), f"cannot be replaced: {error}") from None
+            if host is not None:
+                self._refused.add(host.name)
+            raise self._error(number, f"cannot be replaced: {error}") from None
         return link
 
-    return Shards(program, config, shared, kv, spans, connect, lost, division.hosts.patience)
+    def _choose(self, number: int) -> Host:
+        running = zip(self._started, self._needs, strict=True)
+        taken = [(entry[1], need) for entry, need in running if entry is not None]
+        usable = [host for host in self._hosts.usable() if host.name not in self._refused]
+        return place(usable, [self._needs[number]], taken)[0]
+
+    def _link(self, number: int, host: Host) -> ShardLink:
+        join = replace(self._join, number=number, threads=host.threads or self._join.threads)
+        return ShardLink(join, host.start(join.deadline), self._spans[number], len(self._spans), host.name)
+
+    def _error(self, number: int, what: str) -> ShardError:
+        return ShardError(number, len(self._spans), self._spans[number], what)

@@ -16,7 +16,7 @@ from gemma_py.cluster.channel import BEAT, Channel, Ended, Messages, Send, Silen
 from gemma_py.cluster.hosts import package_digest
 from gemma_py.cluster.shard import Order, Rows, SetThreads, Shard, SpanRunner
 from gemma_py.cluster.spans import make_spans
-from gemma_py.errors import ContextError, InputError, ShardError
+from gemma_py.errors import ContextError, GemmaError, InputError, ShardError
 from gemma_py.runtime.program import link
 from gemma_py.runtime.runner import SharedTeam
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
@@ -60,7 +60,9 @@ class Join:
                     number, *message = messages.get()
                     results = shard.apply(*message)
             except Exception as error:
-                send((number, type(error).__name__, str(error)))
+                # What keeps a process from becoming a shard is a matter of its host's files.
+                kind = InputError if shard is None and isinstance(error, GemmaError) else type(error)
+                send((number, kind.__name__, str(error)))
                 if shard is None:
                     return
             else:

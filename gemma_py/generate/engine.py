@@ -38,7 +38,7 @@ from gemma_py.templates.notation import end_ids
 from gemma_py.templates.template import TRANSCRIPT, Template, choose
 from gemma_py.tokenizer import Tokenizer
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
-from gemma_py.weights.store import file_digests, packed_weights
+from gemma_py.weights.store import check_memory, file_digests, packed_weights
 from gemma_py.weights.tensors import Weights, stays_float
 
 if TYPE_CHECKING:
@@ -491,6 +491,8 @@ def load(
             "speculate off (--speculate off) forbids guesses, so a draft model (--draft) has no use; leave one of the two out"
         )
     checkpoint = replace(open_checkpoint(resolve(model, progress)), cacheable=pack)
+    if hosts is None:
+        check_memory(checkpoint, quant)
     engine = Engine(checkpoint, threads, context, deadline, kv, quant, progress)
     engine.speculate = speculate
     try:

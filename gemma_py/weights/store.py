@@ -40,7 +40,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gemma_py.errors import GemmaError, GemmaWarning
+from gemma_py import machine
+from gemma_py.errors import GemmaError, GemmaWarning, InputError
 from gemma_py.formats.container import SUFFIX, Spec, dtype_name, make_header, with_digest
 from gemma_py.formats.files import drop_pages
 from gemma_py.formats.safetensors import read_header
@@ -70,6 +71,20 @@ _FRESH = 2_000_000_000
 
 class _DamagedError(Exception):
     """A cached file is not exactly what this program would write. The message names the difference."""
+
+
+def check_memory(checkpoint: Checkpoint, quant: str | None) -> None:
+    """Raise InputError if the weights that every pass reads need more memory than is available."""
+    free = machine.memory()
+    if free is None or 4 * sum(tensor.data.nbytes for tensor in checkpoint.tensors.values()) < free:
+        return  # packed weights have less than four times the bytes of the file
+    needed = sum(arena.kind.itemsize * arena.dense for arena in PackingPlan(checkpoint.stored_weights(quant)).arenas)
+    if needed > free:
+        gib = 1 << 30
+        raise InputError(
+            f"{checkpoint.path}: each pass reads {needed / gib:.2f} GiB of weights, and {free / gib:.2f} GiB of memory are "
+            "available; --shards N --address HOST:PORT divides the model among hosts"
+        )
 
 
 def packed_weights(
