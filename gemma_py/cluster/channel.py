@@ -45,15 +45,13 @@ class Channel(Protocol):
 class Silence:
     """Tells when a process has given no sign of life for too long.
 
-    stalled: whether `receive` has found this.
-
     Silence is counted in short waits. If this process is suspended, only one wait expires, which is no stall.
     """
 
     WAITS = 20  # the number of waits in a deadline
 
     def __init__(self, channel: Channel, deadline: float) -> None:
-        self.deadline, self.stalled = deadline, False
+        self.deadline = deadline
         self._channel, self._silent, self._heard = channel, 0, False
 
     @property
@@ -69,7 +67,6 @@ class Silence:
             except queue.Empty:
                 self._silent += 1
                 if self._silent > self.WAITS:
-                    self.stalled = True
                     raise Ended(f"gave no sign of life for {self.limit:g} s") from None
                 continue
             self._heard = True

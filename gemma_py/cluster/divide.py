@@ -13,6 +13,7 @@ from gemma_py.cluster.spans import choose_cuts, layer_bytes, make_spans
 from gemma_py.errors import InputError, ShardError
 from gemma_py.runtime.runner import Runner
 from gemma_py.weights.checkpoint import Checkpoint
+from gemma_py.weights.pack import drop_weights
 
 _TOKENS = 4096  # the number of tokens whose KV rows count for the sizes of spans
 _PROCESS = 400 << 20  # bytes that a shard's process needs besides weights and KV rows
@@ -42,6 +43,7 @@ def divide(checkpoint: Checkpoint, whole: Runner, quant: str | None, division: D
         # Shard number i goes to host number i, if there are enough hosts.
         frees = [hosts[number % len(hosts)].memory or 0 for number in range(shards - 1)]
         room = [*(max(0, free - _PROCESS) for free in frees), machine.memory() or max(frees, default=1)]
+    drop_weights(program.model.weights)  # this process needs only those of the last span
     cuts = choose_cuts(config, program, shards, kv, tokens, room)
     spans = make_spans(config, program, cuts)
     sizes = np.cumsum([0, *layer_bytes(config, program, kv, tokens)])
@@ -68,21 +70,19 @@ class _Starter:
     def __init__(self, hosts: Hosts, join: Join, spans: Sequence[str], needs: Sequence[int]) -> None:
         self._hosts, self._join, self._spans, self._needs = hosts, join, spans, needs
         self._planned: list[Host | None] = [*place(hosts.usable(), needs)]
-        self._started: list[tuple[ShardLink, Host] | None] = [None] * len(needs)
+        self._started: list[Host | None] = [None] * len(needs)
         self._refused = set[str]()  # the names of hosts that have another model or package, since they were changed
 
     def start(self, number: int) -> ShardLink:
         """Start the process of a shard, or another one in the place of a process that has ended or stalled."""
-        before, self._started[number] = self._started[number], None
-        if before is not None and before[0].stalled:
-            self._hosts.suspect(before[1])
+        self._started[number] = None
         host, self._planned[number] = self._planned[number], None
         replaces = host is None
         try:
             if host is None:
                 host = self._choose(number)
             link = self._link(number, host)
-            self._started[number] = link, host
+            self._started[number] = host
             link.join()
         except InputError as error:
             if not replaces:
@@ -93,10 +93,9 @@ class _Starter:
         return link
 
     def _choose(self, number: int) -> Host:
-        running = zip(self._started, self._needs, strict=True)
-        taken = [(entry[1], need) for entry, need in running if entry is not None]
+        running = [entry.name for entry in self._started if entry is not None]
         usable = [host for host in self._hosts.usable() if host.name not in self._refused]
-        return place(usable, [self._needs[number]], taken)[0]
+        return place(usable, [self._needs[number]], running)[0]
 
     def _link(self, number: int, host: Host) -> ShardLink:
         join = replace(self._join, number=number, threads=host.threads or self._join.threads)

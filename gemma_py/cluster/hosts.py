@@ -52,7 +52,7 @@ def package_digest() -> str:
 
 
 class Host(Protocol):
-    """name: for messages; empty for this machine. memory: the bytes that were available at first; None if unknown.
+    """name: for messages; empty for this machine. memory: the available bytes, or None if unknown.
     threads: the default number of worker threads; None for that of this process.
     """
 
@@ -75,10 +75,7 @@ class Hosts(Protocol):
     patience: float
 
     def usable(self) -> Sequence[Host]:
-        """Return the hosts on which a process can be started, without suspects."""
-
-    def suspect(self, host: Host) -> None:
-        """Avoid a host for a while, because a process on the host gave no sign of life."""
+        """Return the hosts on which a process can be started now, the best first."""
 
     def ask(self, model: str | None) -> dict[str, Facts | str]:
         """Return each host's facts by its name, or an error text. model: see `facts`"""
@@ -96,34 +93,26 @@ class ThisMachine:
     def usable(self) -> Sequence[Host]:
         return [self]
 
-    def suspect(self, host: Host) -> None:
-        """Do nothing: a new process on this machine often goes on where another one stalled."""
-
     def ask(self, model: str | None) -> dict[str, Facts | str]:
         return {"this machine": facts(model)}
 
 
-def place(hosts: Sequence[Host], sizes: Sequence[int], taken: Sequence[tuple[Host, int]] = ()) -> list[Host]:
+def place(hosts: Sequence[Host], sizes: Sequence[int], running: Sequence[str] = ()) -> list[Host]:
     """Choose a host for each process: of the hosts with enough memory, the first with the fewest processes.
 
-    sizes: the bytes that each process needs. taken: the host and the bytes of each process that runs already
+    sizes: the bytes that each process needs. running: the name of the host of each process that runs already
     """
-    running = [(host.name, size) for host, size in taken]
+    names, left = list(running), {host.name: host.memory for host in hosts if host.memory is not None}
     chosen = []
     for size in sizes:
-        room = {
-            host.name: host.memory - sum(bytes for name, bytes in running if name == host.name)
-            for host in hosts
-            if host.memory is not None
-        }
-        fitting = [host for host in hosts if room.get(host.name, size) >= size]
+        fitting = [host for host in hosts if left.get(host.name, size) >= size]
         if not fitting:
-            most = max(room, key=lambda name: room[name], default=None)
-            found = (
-                "no host is left" if most is None else f"{most} has the most left, {room[most] / (1 << 20):,.0f} MiB"
-            )
-            raise InputError(f"a process needs {size / (1 << 20):,.0f} MiB of memory; {found}")
-        best = min(fitting, key=lambda host: sum(name == host.name for name, _ in running))
-        running.append((best.name, size))
+            most = max(left, key=lambda name: left[name], default=None)
+            found = "no host is left" if most is None else f"{most} has the most left, {left[most] >> 20:,} MiB"
+            raise InputError(f"a process needs {size >> 20:,} MiB of memory; {found}")
+        best = min(fitting, key=lambda host: names.count(host.name))
+        names.append(best.name)
+        if best.name in left:
+            left[best.name] -= size
         chosen.append(best)
     return chosen

@@ -20,6 +20,7 @@ from gemma_py.errors import ContextError, GemmaError, InputError, ShardError
 from gemma_py.runtime.program import link
 from gemma_py.runtime.runner import SharedTeam
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
+from gemma_py.weights.pack import drop_weights
 from gemma_py.weights.store import file_digests, packed_weights
 
 _SAME_ERRORS = {error.__name__: error for error in (InputError, ContextError)}
@@ -75,6 +76,7 @@ class Join:
             if mine != theirs:
                 raise InputError(f"{self.model}: a shard has another {name} than the process that started it")
         program = link(checkpoint.family.program(checkpoint.config), packed_weights(checkpoint, self.quant))
+        drop_weights(program.model.weights)  # all of them were read when the file was checked
         span = make_spans(checkpoint.config, program, self.cuts)[self.number]
         return Shard(SpanRunner(span, SharedTeam(self.threads, self.deadline), self.kv))
 
@@ -82,11 +84,11 @@ class Join:
 class ShardLink:
     """Lets a process become a shard, and carries orders to it. See `Link` in shards.py.
 
-    host: the name of the process's host for messages, or an empty string. stalled: whether the process gave no sign of life.
+    host: the name of the process's host for messages, or an empty string
     """
 
     def __init__(self, join: Join, channel: Channel, span: str, shards: int, host: str) -> None:
-        self.channel, self.usable, self.stalled = channel, True, False
+        self.channel, self.usable = channel, True
         self._join, self._span, self._shards = join, span, shards
         self._where = f" on {host}" if host else ""
         self._silence = Silence(channel, join.deadline)
@@ -119,7 +121,6 @@ class ShardLink:
             try:
                 message = self._silence.receive()
             except Ended as error:
-                self.stalled = self._silence.stalled
                 self.close()
                 raise self._error(str(error)) from None
             if message is BEAT or message[0] != self._call:

@@ -38,8 +38,9 @@ if _TOKEN in os.environ or _TOKEN_FILE.exists():
 import ray  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
-_ANSWER = 8.0  # seconds in which a cluster should answer
-_FACTS = 20.0  # seconds in which a host should say its facts, which includes the start of a process
+_CONNECT = 8.0  # seconds in which a cluster should answer
+# Seconds in which a host should say its facts. At first, this includes the start of a process, and perhaps much else.
+_FIRST_ANSWER, _ANSWER = 30.0, 3.0
 _END = 5.0  # seconds to wait for calls to Ray when this process ends
 _BEAT = 1.0  # the longest time between beats
 _ORPHAN = 30.0  # seconds without `get` after which an actor ends, because the process that started it is gone
@@ -73,7 +74,7 @@ def connect(address: str, allow_open: bool = False) -> "RayHosts":
     if not host or not port.isdigit():
         raise InputError(f"the address of a Ray cluster should be HOST:PORT, found {address!r:.80}")
     try:
-        socket.create_connection((host, int(port)), _ANSWER).close()
+        socket.create_connection((host, int(port)), _CONNECT).close()
     except (OSError, OverflowError) as error:
         raise InputError(f"no Ray cluster answers at {address}: {error}") from None
     _check(address, allow_open)
@@ -99,7 +100,7 @@ def _check(address: str, allow_open: bool) -> None:
     Ray itself would try again for minutes. So other processes ask, which can be ended.
     """
     with _probe(address, dict(os.environ)) as mine, _probe(address, os.environ | {_MODE: "disabled"}) as without:
-        until = time.monotonic() + _ANSWER
+        until = time.monotonic() + _CONNECT
         refused = _outcome(mine, until)
         opened = _outcome(without, until)
     if refused == "token":
@@ -177,43 +178,33 @@ class RayHosts:
     patience = 120.0
 
     def __init__(self) -> None:
-        self._known: dict[str, RayHost] = {}
-        self._suspects: set[str] = set()
+        self._asked = False
 
     def usable(self) -> Sequence[RayHost]:
-        """Return the hosts that are alive and no suspects: other machines first, and those with more memory first."""
-        alive = self._alive()
-        self._learn([node for node in alive if node not in self._known], alive)
-        hosts = [self._known[node] for node in alive if node in self._known and node not in self._suspects]
+        """Return the hosts that answer now: other machines first, and those with more memory first.
+
+        The first call raises InputError if a host does not answer, or has no gemma_py. Later calls leave out such hosts.
+        """
+        alive, mine = _alive(), ray.get_runtime_context().get_node_id()
+        found, names = _facts(alive, None, _ANSWER if self._asked else _FIRST_ANSWER), _names(alive)
+        if not self._asked:
+            for node in alive:
+                if not isinstance(found[node], Facts):
+                    raise InputError(f"{names[node]}: {found[node]}")
+            self._asked = True
+        hosts = [RayHost(id, names[id], told, id == mine) for id, told in found.items() if isinstance(told, Facts)]
         return sorted(hosts, key=lambda host: (host.here, -(host.memory or 0)))
-
-    def suspect(self, host: Any) -> None:
-        """Avoid a host until it answers. Perhaps only a process has stalled, and the host is well."""
-        if host.id not in self._suspects:
-            self._suspects.add(host.id)
-            _in_background(self._await_answer, host.id)
-
-    def _await_answer(self, node: str) -> None:
-        while not _ending.is_set() and node in self._alive() and not isinstance(_facts([node], None).get(node), Facts):
-            time.sleep(_BEAT)
-        self._suspects.discard(node)  # a host that has ended is not in `_alive` any more
 
     def ask(self, model: str | None) -> dict[str, Facts | str]:
         """Return each host's facts by its name, or an error text. model: see `facts`"""
-        alive = self._alive()
-        found = _facts(alive, model)
-        names = _names(alive)
-        return {names[node]: found.get(node, f"no answer in {_FACTS:g} s") for node in alive}
+        alive = _alive()
+        found, names = _facts(alive, model, _FIRST_ANSWER), _names(alive)
+        return {names[node]: found[node] for node in alive}
 
-    def _alive(self) -> dict[str, dict[str, Any]]:
-        return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
 
-    def _learn(self, new: Sequence[str], alive: dict[str, dict[str, Any]]) -> None:
-        names, mine = _names(alive), ray.get_runtime_context().get_node_id()
-        for node, found in _facts(new, None).items():
-            if isinstance(found, str):
-                raise InputError(f"{names[node]}: {found}")
-            self._known[node] = RayHost(node, names[node], found, node == mine)
+def _alive() -> dict[str, dict[str, Any]]:
+    """Return Ray's table of the hosts that are alive, or were a minute ago, by their ids."""
+    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
 
 
 def _names(alive: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -230,8 +221,8 @@ def _on(node: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
-def _facts(nodes: Sequence[str] | dict[str, Any], model: str | None) -> dict[str, Facts | str]:
-    """Return the facts of the hosts that answer, or for a host without a usable gemma_py an error text."""
+def _facts(nodes: Sequence[str] | dict[str, Any], model: str | None, seconds: float) -> dict[str, Facts | str]:
+    """Return each host's facts, or an error text if the host does not answer in time or has no usable gemma_py."""
 
     def facts_here(model: str | None) -> Any:
         try:
@@ -240,24 +231,22 @@ def _facts(nodes: Sequence[str] | dict[str, Any], model: str | None) -> dict[str
             return f"gemma_py is not installed there: {error}"
         return facts(model)
 
-    asked = {
-        ray.remote(num_cpus=0, max_retries=0)(facts_here).options(scheduling_strategy=_on(node)).remote(model): node
-        for node in nodes
-    }
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_FACTS) if asked else ([], [])
-    made: dict[str, Facts | str] = {}
+    remote = ray.remote(num_cpus=0, max_retries=0)(facts_here)
+    asked = {remote.options(scheduling_strategy=_on(node)).remote(model): node for node in nodes}
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=seconds) if asked else ([], [])
+    made: dict[str, Facts | str] = dict.fromkeys(nodes, f"no answer in {seconds:g} s")
     for reference in answered:
         try:
             made[asked[reference]] = ray.get(reference)
         except ray.exceptions.RayError as error:
-            made[asked[reference]] = str(error).strip().splitlines()[-1]
+            made[asked[reference]] = _reason(error)
     return made
 
 
 class RayChannel:
     """Starts an actor on a host, and exchanges messages with it."""
 
-    start = 30.0
+    start = 15.0
 
     def __init__(self, node: str, deadline: float) -> None:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -313,7 +302,7 @@ def _end(actor: Any, process: Any, node: str) -> None:
 
     ray.kill(actor)
     with contextlib.suppress(ray.exceptions.RayError):  # the actor or its host has ended
-        if ray.wait([process], timeout=_FACTS)[0]:
+        if ray.wait([process], timeout=_FIRST_ANSWER)[0]:
             number = ray.get(process)
             ray.get(ray.remote(num_cpus=0, max_retries=0)(kill).options(scheduling_strategy=_on(node)).remote(number))
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gemma_py.formats.blocks import BF16, Minimum
+from gemma_py.formats.files import drop_pages
 from gemma_py.kernels.panels import COLUMNS, pack_codes, pack_floats, panel_bytes, panel_count
 from gemma_py.weights.tensors import (
     FloatMatrix,
@@ -62,6 +63,12 @@ class PackedWeights:
 
     def with_tables(self, tables: Mapping[str, RowTable]) -> "PackedWeights":
         return replace(self, tables={**self.tables, **tables})
+
+
+def drop_weights(arrays: PackedArrays) -> None:
+    """Release the memory of mapped weights. A pass then loads only the weights that it reads."""
+    for array in arrays:
+        drop_pages(array)
 
 
 def matrix_bytes(arrays: PackedArrays, number: int) -> int:
