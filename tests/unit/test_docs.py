@@ -105,7 +105,9 @@ def unknown_flags(text: str) -> set[str]:
 
 
 def test_every_flag_exists(page: Path) -> None:
-    assert unknown_flags(page.read_text().replace("`shtab --shell=bash", "`shtab")) == set()
+    lines = page.read_text().replace("`shtab --shell=bash", "`shtab").splitlines()
+    own = [line for line in lines if not re.match(r"(RAY_AUTH_MODE=token )?ray ", line)]  # without commands of Ray
+    assert unknown_flags("\n".join(own)) == set()
 
 
 def test_every_flag_of_every_command_is_documented() -> None:
