@@ -14,7 +14,7 @@ Messages = queue.SimpleQueue[Any]  # the messages that a process receives
 Send = Callable[[Any], None]  # sends a message of a process
 
 
-class Job(Protocol):
+class RemoteJob(Protocol):
     """What a process does. A job is sent to its process by pickle."""
 
     def run(self, messages: Messages, send: Send) -> None: ...

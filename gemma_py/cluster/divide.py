@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gemma_py import machine
-from gemma_py.cluster.hosts import Host, Hosts, place
+from gemma_py.cluster.hosts import Host, Hosts, ThisMachine, place
 from gemma_py.cluster.links import Join, ShardLink, identity_of
 from gemma_py.cluster.shards import Shards
 from gemma_py.cluster.spans import choose_cuts, layer_bytes, make_spans
@@ -21,11 +21,18 @@ _PROCESS = 400 << 20  # bytes that a shard's process needs besides weights and K
 
 @dataclass(frozen=True)
 class Division:
-    """How to divide a model. hosts: of all shards but the last. model: what the hosts open, as `resolve` takes it."""
+    """How to divide a model.
+
+    elsewhere: the hosts of all shards but the last; None for this machine. model: what the hosts open, as `resolve` takes it.
+    """
 
     shards: int
-    hosts: Hosts
+    elsewhere: Hosts | None
     model: str
+
+    @property
+    def hosts(self) -> Hosts:
+        return self.elsewhere or ThisMachine()
 
 
 def divide(checkpoint: Checkpoint, whole: Runner, quant: str | None, division: Division, lost: list[str]) -> Shards:
@@ -58,7 +65,7 @@ def divide(checkpoint: Checkpoint, whole: Runner, quant: str | None, division: D
         identity_of(checkpoint),
     )  # fmt: skip
     starter = _Starter(division.hosts, join, [str(span) for span in spans], [need + _PROCESS for need in needs[:-1]])
-    return Shards(program, config, shared, kv, spans, starter.start, lost, division.hosts.patience)
+    return Shards(program, config, shared, kv, spans, starter, lost)
 
 
 class _Starter:
@@ -68,6 +75,7 @@ class _Starter:
     """
 
     def __init__(self, hosts: Hosts, join: Join, spans: Sequence[str], needs: Sequence[int]) -> None:
+        self.patience = hosts.patience
         self._hosts, self._join, self._spans, self._needs = hosts, join, spans, needs
         self._planned: list[Host | None] = [*place(hosts.usable(), needs)]
         self._started: list[Host | None] = [None] * len(needs)

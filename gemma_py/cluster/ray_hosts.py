@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemma_py.cluster.channel import BEAT, Channel, Ended, Job, Messages
+from gemma_py.cluster.channel import BEAT, Channel, Ended, Messages, RemoteJob
 from gemma_py.cluster.hosts import Facts
 from gemma_py.errors import InputError
 
@@ -342,7 +342,7 @@ class _Member:
         return messages
 
     def _run(self) -> None:
-        job: Job = self._messages.get()
+        job: RemoteJob = self._messages.get()
         try:
             job.run(self._messages, self._sent.put)
         finally:

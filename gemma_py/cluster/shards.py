@@ -17,27 +17,24 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from gemma_py.cluster.caches import ShardedCache, ShardedPrefixCache
 from gemma_py.cluster.shard import (
-    Accept,
     Begin,
     Drop,
     FindPrefix,
-    Insert,
     Order,
     PassResult,
     Prepare,
     Read,
     Reset,
     Restore,
-    Rewind,
     Rows,
     Run,
     SequencePart,
@@ -47,8 +44,8 @@ from gemma_py.cluster.shard import (
 from gemma_py.cluster.spans import Span
 from gemma_py.errors import ComputationError, InputError, ShardError
 from gemma_py.models.config import Config
-from gemma_py.runtime.cache import Cache, bytes_needed, check_context
-from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
+from gemma_py.runtime.cache import Cache, check_context
+from gemma_py.runtime.prefix_cache import PrefixCache
 from gemma_py.runtime.program import LinkedProgram
 from gemma_py.runtime.runner import CHUNK, Runner, SequenceInput, SharedTeam
 from gemma_py.runtime.trace import UNTRACED, Trace
@@ -92,103 +89,14 @@ class LocalLink:
         """Do nothing, because `Shards` closes the worker team."""
 
 
-Connect = Callable[[int], Link]  # opens the link to the shard with this number
-
-
-class ShardedCache(Cache):
-    """The tokens of a sequence whose KV rows are in the shards.
-
-    number: the number by which the shards find their caches of the sequence.
-    epoch: the value of `Shards.epoch` when the shards created these caches. If `Shards.epoch` has changed since, the shards
-    have dropped these caches.
-    """
-
-    def __init__(self, shards: "Shards", keep: int) -> None:
-        super().__init__(replace(shards.config, layers=()), shards.instruments.poison, shards.kv, keep)
-        self.number, self.epoch = -1, -1
-        self.prepared: tuple[int, int] | None = None
-        self._shards = shards
+class Starter(Protocol):
+    """patience: how many seconds to try again, if a shard ends or cannot be started"""
 
     @property
-    def current(self) -> bool:
-        return self.epoch == self._shards.epoch
+    def patience(self) -> float: ...
 
-    def prepare(self, tokens: int, chunk: int) -> None:
-        self.prepared = tokens, chunk
-        self._order(lambda number: Prepare(number, tokens, chunk))
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        super().accept(tokens)
-        self._order(lambda number: Accept(number, list(tokens)))
-
-    def rewind(self, position: int) -> None:
-        super().rewind(position)
-        self._order(lambda number: Rewind(number, position))
-
-    def _order(self, make: Callable[[int], Order]) -> None:
-        with self._shards.locked():
-            if self.current:
-                self._shards.order(make(self.number))
-
-    def can_rewind_to(self, position: int) -> bool:
-        with self._shards.locked():
-            if not 0 <= position <= self.position or not self.current:
-                return 0 <= position <= self.position
-            return all(self._shards.read_all(self, "can_rewind_to", position))
-
-    def rows(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        made: tuple[np.ndarray, np.ndarray] = self._shards.read_layer(self, "rows", number)
-        return made
-
-    def raw_rows(self, number: int, since: int) -> tuple[np.ndarray, np.ndarray]:
-        made: tuple[np.ndarray, np.ndarray] = self._shards.read_layer(self, "raw_rows", number, since)
-        return made
-
-    def digest(self) -> list[str]:
-        return [digest for digests in self._shards.read_all(self, "digest") for digest in digests]
-
-    def restore(self, ids: list[int], kv_rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        self._shards.restore(self, list(ids), list(kv_rows))
-        self.ids = list(ids)
-
-    def copy(self) -> "Cache":
-        raise InputError("a cache in shards cannot be copied")
-
-
-class ShardedPrefixCache(PrefixCache):
-    """The prefix caches of all shards, which store and evict the same blocks. See `PrefixCache`."""
-
-    def __init__(self, shards: "Shards", budget: int) -> None:
-        self.hits = self.misses = self.hit_tokens = 0
-        self._shards = shards
-        self._block_bytes = bytes_needed(shards.config, shards.kv, BLOCK_TOKENS, BLOCK_TOKENS)
-        self._count = budget // self._block_bytes
-        shards.keep_prefixes(self._count)
-
-    @property
-    def capacity(self) -> int:
-        return self._count * BLOCK_TOKENS
-
-    @property
-    def nbytes(self) -> int:
-        return self._shards.local.prefixes.blocks * self._block_bytes
-
-    def restore(self, cache: Cache, ids: Sequence[int]) -> int:
-        assert isinstance(cache, ShardedCache)
-        count = self._shards.find_prefix(cache, list(ids))
-        if count:
-            cache.ids = list(ids[:count])
-            self.hits += 1
-            self.hit_tokens += count
-        else:
-            self.misses += 1
-        return count
-
-    def insert(self, cache: Cache, since: int) -> None:
-        assert isinstance(cache, ShardedCache)
-        with self._shards.locked():
-            if cache.current:
-                self._shards.order(Insert(cache.number, since))
+    def start(self, number: int) -> Link:
+        """Start the shard with this number, or another one in its place."""
 
 
 class Shards(Runner):
@@ -204,19 +112,18 @@ class Shards(Runner):
         shared: SharedTeam,
         kv: str,
         spans: Sequence[Span],
-        connect: Connect,
+        starter: Starter,
         lost: list[str],
-        patience: float,
     ) -> None:
-        """program: of the whole model. connect: opens the link to any shard except the last.
+        """program: of the whole model. starter: starts all shards except the last.
 
-        lost: holds a failed shard's error until the failed work has been repeated. patience: see `Hosts`
+        lost: holds a failed shard's error until the failed work has been repeated
         """
         # A reentrant lock, because methods that hold the lock call each other.
         shared.lock = threading.RLock()  # type: ignore[assignment]
         super().__init__(program, config, shared, kv)
-        self.spans, self.epoch, self._lost, self._patience = spans, 0, lost, patience
-        self._connect, self._process = connect, os.getpid()
+        self.spans, self.epoch, self._lost = spans, 0, lost
+        self._starter, self._process = starter, os.getpid()
         self.chunk = CHUNK * len(
             spans
         )  # so that a pass has more pieces, and shards wait less for the first and the last
@@ -228,7 +135,7 @@ class Shards(Runner):
         self._links: list[Link] = []
         try:
             for number in range(len(spans) - 1):
-                self._links.append(connect(number))
+                self._links.append(starter.start(number))
         except BaseException:
             self._close_links()
             raise
@@ -455,7 +362,7 @@ class Shards(Runner):
         for number, link in enumerate(self._links):
             if not link.usable:
                 link.close()
-                self._links[number] = self._connect(number)
+                self._links[number] = self._starter.start(number)
         orders, self._orders = self._orders, []
         while self._unused:
             epoch, number = self._unused.popleft()
@@ -479,7 +386,7 @@ class Shards(Runner):
                     with self._drops_caches_on_errors():
                         return action()
                 except ShardError as error:
-                    if attempts >= _LEAST_ATTEMPTS and time.monotonic() - began > self._patience:
+                    if attempts >= _LEAST_ATTEMPTS and time.monotonic() - began > self._starter.patience:
                         raise
                     self._lost[:] = [str(error)]
                     if attempts > 1:

@@ -126,17 +126,14 @@ class Engine:
         """The number type of the KV cache: "float32" or "bfloat16"."""
         return self.runner.kv
 
-    def divide(self, shards: int, hosts: "Hosts | None" = None, model: str | None = None) -> None:
-        """Divide the layers among `shards` processes. Call this before the first session.
+    def divide(self, shards: int, hosts: "Hosts | None", model: str) -> None:
+        """Divide the layers among processes. Call this before the first session. model: what the processes open"""
+        from gemma_py.cluster.divide import (  # imported here, so that engines without shards start faster
+            Division,
+            divide,
+        )
 
-        hosts: where the processes run; by default, on this machine
-        model: what the other hosts open, as `resolve` takes it; by default, the path of the checkpoint
-        """
-        # Imported here, so that engines without shards start faster.
-        from gemma_py.cluster.divide import Division, divide
-        from gemma_py.cluster.hosts import ThisMachine
-
-        division = Division(shards, hosts or ThisMachine(), model or str(self.path.absolute()))
+        division = Division(shards, hosts, model)
         self._runner = divide(self.checkpoint, self.runner, self.quant, division, self.lost_shards)
         self.shards = shards
 

@@ -34,10 +34,13 @@ def sharded(path: Path, shards: int, threads: int, kv: str = "float32") -> Itera
         whole = engine.runner
         spans = spans_of(engine, shards or len(allowed_cuts(engine.config)))
 
-        def connect(number: int) -> LocalLink:
-            return LocalLink(Shard(SpanRunner(spans[number], SharedTeam(threads), kv)))
+        class InThisProcess:
+            patience = 0.0
 
-        made = Shards(whole.program, engine.config, SharedTeam(threads), kv, spans, connect, [], 0.0)
+            def start(self, number: int) -> LocalLink:
+                return LocalLink(Shard(SpanRunner(spans[number], SharedTeam(threads), kv)))
+
+        made = Shards(whole.program, engine.config, SharedTeam(threads), kv, spans, InThisProcess(), [])
         made.instruments.poison = True
         engine._runner = made
         try:

@@ -279,7 +279,9 @@ def test_all_requests_end_with_their_tokens_after_kills(whole: gemma_py.Engine, 
     assert events_of(pair, kill) == wanted
 
 
-def test_streams_over_http_do_not_notice_a_killed_shard(whole: gemma_py.Engine, pair: gemma_py.Engine) -> None:
+def test_streams_over_http_do_not_notice_a_killed_shard(
+    whole: gemma_py.Engine, pair: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests = [Request([*PROMPT, number], 40, Sampling(temperature=1.0, seed=number)) for number in range(4)]
 
     def answers(engine: gemma_py.Engine, fault: Callable[[Running], None]) -> list[tuple[str, list[float]]]:
@@ -293,14 +295,14 @@ def test_streams_over_http_do_not_notice_a_killed_shard(whole: gemma_py.Engine, 
     wanted = answers(whole, lambda server: None)
 
     def kill(server: Running) -> None:
-        runner, connect = shards_of(pair), shards_of(pair)._connect
+        starter = shards_of(pair)._starter
 
-        def connect_later(number: int) -> Any:
+        def start_later(number: int) -> Any:
             health.append(server.scheduler.health())
-            runner._connect = connect
-            return connect(number)
+            return start(number)
 
-        runner._connect = connect_later
+        start = starter.start
+        monkeypatch.setattr(starter, "start", start_later)
         os.kill(first_process(pair).pid, signal.SIGKILL)
 
     assert answers(pair, kill) == wanted
