@@ -128,13 +128,10 @@ class Engine:
 
     def divide(self, shards: int, hosts: "Hosts | None", model: str) -> None:
         """Divide the layers among processes. Call this before the first session. model: what the processes open"""
-        from gemma_py.cluster.divide import (  # imported here, so that engines without shards start faster
-            Division,
-            divide,
-        )
+        from gemma_py.cluster import divide  # imported here, so that engines without shards start faster
 
-        division = Division(shards, hosts, model)
-        self._runner = divide(self.checkpoint, self.runner, self.quant, division, self.lost_shards)
+        division = divide.Division(shards, hosts, model)
+        self._runner = divide.divide(self.checkpoint, self.runner, self.quant, division, self.lost_shards)
         self.shards = shards
 
     def use_draft(self, checkpoint: Checkpoint, progress: ReportProgress = no_report) -> None:
