@@ -39,8 +39,9 @@ import ray  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
 _CONNECT = 8.0  # seconds in which a cluster should answer
-# Seconds in which a host should say its facts. At first, this includes the start of a process, and perhaps much else.
-_FIRST_ANSWER, _ANSWER = 30.0, 3.0
+# Seconds in which a host should say its facts. At first, all hosts are awaited. Later, when a process is to be replaced soon, one
+# answer is awaited, and _OTHERS seconds for those of the other hosts.
+_FIRST_ANSWER, _ANSWER, _OTHERS = 30.0, 8.0, 0.5
 _END = 5.0  # seconds to wait for calls to Ray when this process ends
 _BEAT = 1.0  # the longest time between beats
 _ORPHAN = 30.0  # seconds without `get` after which an actor ends, because the process that started it is gone
@@ -186,7 +187,7 @@ class RayHosts:
         The first call raises InputError if a host does not answer, or has no gemma_py. Later calls leave out such hosts.
         """
         alive, mine = _alive(), ray.get_runtime_context().get_node_id()
-        found, names = _facts(alive, None, _ANSWER if self._asked else _FIRST_ANSWER), _names(alive)
+        found, names = _facts(alive, None, not self._asked), _names(alive)
         if not self._asked:
             for node in alive:
                 if not isinstance(found[node], Facts):
@@ -198,7 +199,7 @@ class RayHosts:
     def ask(self, model: str | None) -> dict[str, Facts | str]:
         """Return each host's facts by its name, or an error text. model: see `facts`"""
         alive = _alive()
-        found, names = _facts(alive, model, _FIRST_ANSWER), _names(alive)
+        found, names = _facts(alive, model, True), _names(alive)
         return {names[node]: found[node] for node in alive}
 
 
@@ -221,8 +222,11 @@ def _on(node: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
-def _facts(nodes: Sequence[str] | dict[str, Any], model: str | None, seconds: float) -> dict[str, Facts | str]:
+def _facts(nodes: Sequence[str] | dict[str, Any], model: str | None, awaits_all: bool) -> dict[str, Facts | str]:
     """Return each host's facts, or an error text if the host does not answer in time or has no usable gemma_py."""
+    if not nodes:
+        return {}
+    seconds = _FIRST_ANSWER if awaits_all else _ANSWER
 
     def facts_here(model: str | None) -> Any:
         try:
@@ -233,8 +237,9 @@ def _facts(nodes: Sequence[str] | dict[str, Any], model: str | None, seconds: fl
 
     remote = ray.remote(num_cpus=0, max_retries=0)(facts_here)
     asked = {remote.options(scheduling_strategy=_on(node)).remote(model): node for node in nodes}
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=seconds) if asked else ([], [])
-    made: dict[str, Facts | str] = dict.fromkeys(nodes, f"no answer in {seconds:g} s")
+    ray.wait(list(asked), num_returns=len(asked) if awaits_all else 1, timeout=seconds)
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_OTHERS)
+    made: dict[str, Facts | str] = dict.fromkeys(nodes, "no answer")
     for reference in answered:
         try:
             made[asked[reference]] = ray.get(reference)
