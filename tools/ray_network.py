@@ -33,7 +33,8 @@ def ip(*arguments: str) -> None:
 
 def inside(host: int) -> list[str]:
     """Return the beginning of a command that runs on a host."""
-    return [*_ROOT, "ip", "netns", "exec", namespace(host)]
+    # Not `ip netns exec`, which would also mount another /sys, without the limits of cgroups.
+    return ["nsenter", f"--net=/run/netns/{namespace(host)}"]
 
 
 def cut(host: int) -> None:
