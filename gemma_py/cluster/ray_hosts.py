@@ -86,7 +86,7 @@ def connect(address: str, allow_open: bool = False) -> "RayHosts":
         try:
             ray.init(address, namespace="gemma_py", log_to_driver=False, logging_level=logging.CRITICAL)
         except Exception as error:  # Ray raises many kinds, with texts of several lines
-            reason = str(error).strip().partition("\n")[0]
+            reason = " ".join(str(error).split())[:400]
             raise InputError(f"cannot join the Ray cluster at {address}: {reason}") from None
         finally:
             if threading.current_thread() is threading.main_thread():
