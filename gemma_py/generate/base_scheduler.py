@@ -132,8 +132,8 @@ class BaseScheduler(ABC, Generic[Q, R]):
                 raise ComputationError(f"the engine has failed: {self._error}")
             if not self._open:
                 raise Overloaded("the server is shutting down and accepts no more requests", 10.0)
-            if len(self._waiting) >= self.queue + max(0, self.parallel - len(self._running)):
-                raise Overloaded(f"the queue is full: {len(self._waiting)} requests are waiting", self._retry_after())
+            if len(self._waiting) + len(self._running) >= self.queue + self.parallel:
+                raise Overloaded(f"the queue is full: {self.stats().waiting} requests are waiting", self._retry_after())
             if self._idle():
                 self._stepped = time.monotonic()
             self._waiting.append(scheduled)
@@ -173,8 +173,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
             self._changed.wait_for(self._idle, max(0.0, deadline))
             left = (*self._waiting, *self._running)
             for request in left:
-                request.ticket.cancelled = True
-            self._changed.notify_all()
+                request.ticket.cancel()
             # A cancelled request ends with the current pass. The engine stops a hanging pass at the engine's deadline.
             self._changed.wait_for(self._idle, SLOWEST_STEP)
             return len(left)
@@ -200,7 +199,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed or not self._idle())
+                    self._changed.wait_for(lambda: self._closed or self._has_work())
                     if self._closed:
                         return
                 self._step()
@@ -212,6 +211,9 @@ class BaseScheduler(ABC, Generic[Q, R]):
         except Exception as error:
             traceback.print_exc()
             self._fail(ComputationError(f"the scheduler failed: {type(error).__name__}: {error}"))
+
+    def _has_work(self) -> bool:
+        return not self._idle()
 
     @abstractmethod
     def _step(self) -> None:
