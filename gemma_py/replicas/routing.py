@@ -59,7 +59,7 @@ class KnownBlocks:
         capacity keep only the beginning.
         """
         keys = keys[: self._capacity]
-        for key, following in zip(keys, [*keys[1:], b""], strict=True):
+        for key, following in zip(keys, [*keys[1:], b""], strict=False):
             before = self._blocks.get(key, b"")
             self._blocks[key] = before if following in (b"", before) else _SEVERAL if before else following
         for key in reversed(keys):
