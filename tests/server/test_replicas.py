@@ -141,12 +141,31 @@ def test_a_drain_waits_for_running_requests(engine: gemma_py.Engine) -> None:
         assert isinstance(last := listening.end(), Finished) and last.reason == "length"
 
 
-def test_requests_with_a_common_prefix_find_it_in_the_cache(pool: Pool) -> None:
-    conversation = [2, *range(900, 1100)]
-    before = pool.stats().cached_tokens
-    for end in (100, 150, 200):
-        Listening(pool, Request(conversation[:end], 1)).end()
-    wait_until(lambda: pool.stats().cached_tokens == before + 96 + 144)
+def cached_tokens(scheduler: BaseScheduler[Any, Any]) -> int:
+    """Hold twelve conversations of three turns at once. Return how many tokens of prompts were in a prefix cache."""
+    conversations = [[2, *range(200 + 50 * number, 240 + 50 * number)] for number in range(12)]
+    cached = 0
+    for turn in range(3):
+        listening = [Listening(scheduler, Request(ids, 20)) for ids in conversations]
+        for ids, each in zip(conversations, listening, strict=True):
+            last = each.end()
+            assert isinstance(last, Finished)
+            cached += last.usage.cached
+            ids += [*each.ids, *range(1000, 1030 + turn)]
+    return cached
+
+
+def test_conversations_find_their_prefixes(engine: gemma_py.Engine) -> None:
+    scheduler = Scheduler(engine, parallel=16)
+    try:
+        wanted = cached_tokens(scheduler)
+    finally:
+        scheduler.close()
+    with pooled(engine, parallel=8) as pool:
+        assert cached_tokens(pool) == wanted > 1000
+        wait_until(lambda: pool.stats().cached_tokens == wanted)
+        computed = [link.stats.computed_tokens for link in pool._links]
+    assert max(computed) < 2 * sum(computed) / len(computed)
 
 
 # --- schemas ----------------------------------------------------------------------------------------------------------
