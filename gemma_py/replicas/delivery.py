@@ -26,7 +26,8 @@ class PooledRequest(ScheduledRequest):
     request: without its constraint, which travels as a description; with a seed, so that every replica gives the same answer.
     keys: of the blocks of the prompt. generated: the ids of the tokens that the client has received.
     number: of the last submission, or -1.
-    losses: how many replicas in a row ended while they computed this request and gave the client nothing new.
+    losses: how many replicas in a row were lost while they computed this request, and gave the client nothing new.
+    lost_since: the time of the first of these losses.
     """
 
     def __init__(self, request: Any, listener: Listener, ticket: Ticket) -> None:
@@ -39,7 +40,8 @@ class PooledRequest(ScheduledRequest):
         self.ids = list(request.ids) if isinstance(request, Request) else []
         self.keys = block_keys(self.ids[:-1])
         self.generated: list[int] = []
-        self.number, self.losses = -1, 0
+        self.number = -1
+        self.losses, self.lost_since = 0, 0.0
         self._scored, self._prefilled, self._embedded = 0, -1, False
         self._cached = self._predicted = 0
         self._queued = self._first_token = 0.0  # seconds since the request's arrival
@@ -50,6 +52,12 @@ class PooledRequest(ScheduledRequest):
         self.number = number
         self._again = _Counts()
         self.admitted = time.monotonic()
+
+    def lost(self) -> None:
+        """Note that the replica that computed the request is lost."""
+        if self.losses == 0:
+            self.lost_since = time.monotonic()
+        self.losses += 1
 
     def unseen(self, event: Event) -> Event | None:
         """Return an event of the current replica as the client should receive it, or None if the client has received it.

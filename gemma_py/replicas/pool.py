@@ -28,7 +28,7 @@ from gemma_py.replicas.delivery import PooledRequest
 from gemma_py.replicas.replica import Broken, Cancel, Ready, Refused, Replica, Reported, Submit
 from gemma_py.replicas.routing import KnownBlocks, block_keys, choose
 
-_MOST_LOSSES = 5  # replicas that may end, one after another, while they compute the same request
+_LEAST_LOSSES = 5  # replicas that are lost in a row while they compute a request, before the request ends with an error
 _LEAST_FAILURES = 2  # failed starts in a row of every replica, before the pool gives up
 _PAUSE = 0.5  # seconds after a failed start
 _END = 10.0  # seconds to wait for the end of a keeper
@@ -272,17 +272,18 @@ class Pool(BaseScheduler[Any, PooledRequest]):
             if link in self._links:
                 self._links.remove(link)
             self._lost_stats = _sums([self._lost_stats, replace(link.stats, **dict.fromkeys(_GAUGES, 0))])
-            lost, link.requests = list(link.requests.values()), {}
-            self._running = [request for request in self._running if request not in lost]
+            lost, numbers, link.requests = list(link.requests.values()), set(link.requests), {}
+            self._running = [request for request in self._running if request.number not in numbers]
             self._waiting = sorted([*self._waiting, *lost], key=lambda request: request.arrived)
             self._why = why
             if not self._links:
                 self._without_since = time.monotonic()
         for request in lost[: self._parallel]:  # the replica computed these, and the others waited
-            request.losses += 1
-            if request.losses == _MOST_LOSSES:
+            request.lost()
+            # Such a request may be the cause, because it needs too much memory, for example.
+            if request.losses >= _LEAST_LOSSES and time.monotonic() - request.lost_since >= self._hosts.patience:
                 error = ComputationError(
-                    f"{_MOST_LOSSES} replicas in a row were lost during this request; the last time, {why}"
+                    f"{request.losses} replicas in a row were lost during this request; the last time, {why}"
                 )
                 self._finish(request, Failed(error))
 
