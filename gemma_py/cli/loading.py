@@ -1,10 +1,10 @@
 """Load a model with the options of the command line, and start its scheduler."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import gemma_py
+from gemma_py.catalog import as_other_processes_name
 from gemma_py.cli.common import hosts_of, notify
 from gemma_py.cli.progress import LoadProgress
 from gemma_py.errors import InputError
@@ -57,15 +57,9 @@ def start_scheduler(args: argparse.Namespace, engine: gemma_py.Engine, queue: in
 
     options = ReplicaOptions(
         count=None if args.replicas == "all" else args.replicas,
-        model=_for_hosts(args.model),
+        model=as_other_processes_name(args.model),
         constraints=f"{constraint_maker.__module__}:{constraint_maker.__name__}",
-        draft=None if args.draft is None else _for_hosts(args.draft),
+        draft=None if args.draft is None else as_other_processes_name(args.draft),
         threads=args.threads,
     )
     return Pool(engine, options, hosts_of(args) or ThisMachine(), args.parallel, queue)
-
-
-def _for_hosts(model: str) -> str:
-    """Return what other processes open: an absolute path if the model is a path here, else its name."""
-    path = Path(model).expanduser()
-    return str(path.absolute() if path.exists() else model)
