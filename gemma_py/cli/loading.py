@@ -61,5 +61,6 @@ def start_scheduler(args: argparse.Namespace, engine: gemma_py.Engine, queue: in
         constraints=f"{constraint_maker.__module__}:{constraint_maker.__name__}",
         draft=None if args.draft is None else as_other_processes_name(args.draft),
         threads=args.threads,
+        report=notify,
     )
     return Pool(engine, options, hosts_of(args) or ThisMachine(), args.parallel, queue)

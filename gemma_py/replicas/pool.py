@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ class ReplicaOptions:
     constraints: see `Replica`.
     threads: of each replica; by default, its share of its host's cores.
     deadline: seconds without a sign of life after which a replica counts as lost.
+    report: called with a message when a replica is lost, or cannot be started again.
     """
 
     count: int | None
@@ -51,6 +52,7 @@ class ReplicaOptions:
     draft: str | None = None
     threads: int | None = None
     deadline: float = 5.0
+    report: Callable[[str], None] = lambda message: None
 
 
 class _Link:
@@ -278,6 +280,7 @@ class Pool(BaseScheduler[Any, PooledRequest]):
             self._why = why
             if not self._links:
                 self._without_since = time.monotonic()
+        self._options.report(f"{why}; {len(lost)} requests wait for another replica")
         for request in lost[: self._parallel]:  # the replica computed these, and the others waited
             request.lost()
             # Such a request may be the cause, because it needs too much memory, for example.
@@ -293,7 +296,10 @@ class Pool(BaseScheduler[Any, PooledRequest]):
                 self._refused.append(failed.error)
                 return
             self._failures[failed.keeper] = failed.failures
-            self._why = str(failed.error)
+            why, self._why = self._why, str(failed.error)
+        if failed.failures == 1 or why != self._why:
+            self._options.report(f"a replica cannot be started: {failed.error}")
+        with self._changed:
             patience = self._hosts.patience
             waited = time.monotonic() - self._without_since
             if self._links or waited < patience or min(self._failures.values()) < _LEAST_FAILURES:
@@ -402,6 +408,8 @@ class Pool(BaseScheduler[Any, PooledRequest]):
         except Ended as ended:
             self._note_silence(silence, host)
             return f"a replica{where} {ended}"
+        except Exception as error:
+            return f"the channel to a replica{where} failed: {type(error).__name__}: {error}"
         finally:
             link.channel.close()
 

@@ -186,6 +186,19 @@ def test_a_replica_that_computes_other_logits_does_not_join(tiny_engine: gemma_p
         assert len(pool._links) == 1 and pool.health().ok
 
 
+def test_lost_replicas_and_failed_starts_are_reported(tiny_engine: gemma_py.Engine) -> None:
+    hosts, reports = ScriptedHosts(), list[str]()
+    with scripted(tiny_engine, hosts=hosts, report=reports.append) as pool:
+        listening = Listening(pool, REQUEST)
+        hosts.first = [Refused("no memory is left", False)]
+        hosts.with_work().lose()
+        wait_until(lambda: len(hosts.channels) > 4)
+        assert reports[0] == "a replica was lost; 1 requests wait for another replica"
+        assert reports[1:] == ["a replica cannot be started: no memory is left"]  # once, however often it is tried
+        listening.ticket.cancel()
+        listening.end()
+
+
 def test_a_refusal_at_the_start_is_raised(tiny_engine: gemma_py.Engine) -> None:
     hosts = ScriptedHosts()
     hosts.first = [Refused("no memory is left", False)]

@@ -3,7 +3,7 @@
 import contextlib
 import queue
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from serving import wait_until
 
 import gemma_py
 from gemma_py.cluster.channel import Channel, Ended
-from gemma_py.cluster.hosts import Host, Hosts, ThisMachine
+from gemma_py.cluster.hosts import Facts, Host, Hosts, ThisMachine
 from gemma_py.cluster.processes import PipeChannel
 from gemma_py.generate.base_scheduler import BaseScheduler
 from gemma_py.generate.core import Request, Token
@@ -29,9 +29,9 @@ UNTIL_THE_END = 600.0  # a deadline that no test reaches
 @contextlib.contextmanager
 def pooled(
     engine: gemma_py.Engine, count: int | None = 2, parallel: int = 4, queue: int = 40, hosts: Hosts | None = None,
-    model: Path = TINY, deadline: float = 5.0,
+    model: Path = TINY, deadline: float = 5.0, report: Callable[[str], None] = lambda message: None,
 ) -> Iterator[Pool]:  # fmt: skip
-    options = ReplicaOptions(count, str(model), CONSTRAINTS, threads=1, deadline=deadline)
+    options = ReplicaOptions(count, str(model), CONSTRAINTS, threads=1, deadline=deadline, report=report)
     pool = Pool(engine, options, hosts or ThisMachine(), parallel, queue)
     try:
         yield pool
@@ -160,6 +160,9 @@ class ScriptedHosts:
 
     def suspect(self, host: Host) -> None:
         self.suspects += 1
+
+    def ask(self, model: str | None) -> dict[str, Facts | str]:
+        return {}
 
     def with_work(self) -> ScriptedChannel:
         """Wait until a replica has a submission, and return the last such replica."""
