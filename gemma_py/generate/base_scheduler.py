@@ -6,7 +6,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gemma_py.errors import ComputationError, GemmaError, InputError, Overloaded, WorkerError
 from gemma_py.generate.engine import Engine
@@ -139,6 +139,12 @@ class BaseScheduler(ABC, Generic[Q, R]):
             self._waiting.append(scheduled)
             self._changed.notify_all()
         return ticket
+
+    def prepare_constraint(self, description: dict[str, Any]) -> None:
+        """Prepare for requests whose constraints have descriptions like this one.
+
+        Requests bring their constraints with them, so only a scheduler that rebuilds them in other processes has to prepare.
+        """
 
     @abstractmethod
     def _scheduled(self, request: Q, listener: Listener, ticket: Ticket) -> R:

@@ -25,7 +25,7 @@ from gemma_py.generate.core import Request
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.events import Failed, Finished, Listener
 from gemma_py.replicas.delivery import PooledRequest
-from gemma_py.replicas.replica import Broken, Cancel, Ready, Refused, Replica, Reported, Submit
+from gemma_py.replicas.replica import Broken, Cancel, Prepare, Ready, Refused, Replica, Reported, Submit
 from gemma_py.replicas.routing import KnownBlocks, block_keys, choose
 
 _LEAST_LOSSES = 5  # replicas that are lost in a row while they compute a request, before the request ends with an error
@@ -111,6 +111,7 @@ class Pool(BaseScheduler[Any, PooledRequest]):
         self._inbox: list[tuple[_Link | None, Any]] = []
         self._links: list[_Link] = []  # to the replicas that are ready
         self._channels: dict[int, Channel] = {}  # by the number of the keeper
+        self._prepared: Prepare | None = None
         self._cancelling = False  # whether a ticket may be cancelled
         self._started, self._refused = False, list[GemmaError]()
         self._lost_stats = _NO_STATS  # the counters of lost replicas
@@ -146,6 +147,12 @@ class Pool(BaseScheduler[Any, PooledRequest]):
             generation = self.engine.generation(request, least_tokens=0)
             request = replace(request, ids=generation.prompt, sampling=generation.sampling)
         return PooledRequest(request, listener, ticket)
+
+    def prepare_constraint(self, description: dict[str, Any]) -> None:
+        with self._changed:
+            self._prepared = Prepare(description)
+            for link in self._links:
+                link.channel.send(self._prepared)
 
     def health(self) -> Health:
         with self._changed:
@@ -215,6 +222,8 @@ class Pool(BaseScheduler[Any, PooledRequest]):
             assert isinstance(message, Ready)
             with self._changed:
                 self._links.append(link)
+                if self._prepared is not None:
+                    link.channel.send(self._prepared)
                 self._failures = Counter(dict.fromkeys(range(self.replicas), 0))
 
     def _submit_waiting(self) -> None:

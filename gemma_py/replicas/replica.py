@@ -1,6 +1,6 @@
 """The job of a replica's process: an engine and a scheduler, which answer the requests of the front.
 
-    the front  --  Submit, Cancel  -->                           the replica
+    the front  --  Prepare, Submit, Cancel  -->                  the replica
                <--  Ready, then Reported, SchedulerStats  --
                <--  Refused, if loading fails; Broken, if the scheduler fails later  --
 
@@ -40,6 +40,12 @@ class Submit(NamedTuple):
     number: int
     request: Any
     constraint: dict[str, Any] | None
+
+
+class Prepare(NamedTuple):
+    """constraint: the description of a constraint like those that requests will have."""
+
+    constraint: dict[str, Any]
 
 
 class Cancel(NamedTuple):
@@ -160,6 +166,11 @@ class _Answers:
             message = messages.get()
             if isinstance(message, Submit):
                 self._submit(message)
+            elif isinstance(message, Prepare):
+                # The tables for JSON schemas are built, which blocks all threads of this process for about a second. An error
+                # is reported to each request with a schema.
+                with contextlib.suppress(Exception):
+                    self._constraint(message.constraint)
             else:
                 with self._lock:
                     ticket = self._tickets.get(message.number)

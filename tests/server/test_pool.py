@@ -17,7 +17,7 @@ from gemma_py.generate.options import Sampling
 from gemma_py.replicas import pool as pools
 from gemma_py.replicas.delivery import PooledRequest
 from gemma_py.replicas.pool import Pool
-from gemma_py.replicas.replica import Broken, Cancel, Ready, Refused, Reported, Submit
+from gemma_py.replicas.replica import Broken, Cancel, Prepare, Ready, Refused, Reported, Submit
 
 ANSWER = [*range(200, 210)]
 
@@ -295,6 +295,14 @@ def test_control_a_late_event_that_counts(pool: Pool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Pool, "_deliver", deliver)
     with pytest.raises(AssertionError):
         test_a_late_event_of_a_lost_replica_is_ignored(pool, hosts)
+
+
+def test_every_replica_prepares_for_constraints(pool: Pool, hosts: ScriptedHosts) -> None:
+    prepare = Prepare({"kind": "json_schema"})
+    pool.prepare_constraint(prepare.constraint)
+    assert all(channel.sent[1:] == [prepare] for channel in hosts.channels)
+    hosts.channels[0].lose()
+    wait_until(lambda: len(hosts.channels) == 3 and hosts.channels[2].sent[1:] == [prepare])
 
 
 def test_a_submission_has_no_constraint_object(tiny_engine: gemma_py.Engine) -> None:
