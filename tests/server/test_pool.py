@@ -6,17 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from pools import REQUEST, Listening, ScriptedChannel, ScriptedHosts, scripted
+from pools import CONSTRAINTS, REQUEST, UNTIL_THE_END, Listening, ScriptedChannel, ScriptedHosts, pooled, scripted
 from serving import wait_until
 
 import gemma_py
+from gemma_py.cluster.channel import Ended, Silence
+from gemma_py.cluster.hosts import Host
 from gemma_py.errors import ComputationError, ContextError, GemmaError, MismatchError
 from gemma_py.generate.base_scheduler import SchedulerStats
 from gemma_py.generate.events import Failed, Finished, PrefillProgress
 from gemma_py.generate.options import Sampling
 from gemma_py.replicas import pool as pools
 from gemma_py.replicas.delivery import PooledRequest
-from gemma_py.replicas.pool import Pool
+from gemma_py.replicas.pool import Pool, ReplicaOptions
 from gemma_py.replicas.replica import Broken, Cancel, Prepare, Ready, Refused, Reported, Submit
 
 ANSWER = [*range(200, 210)]
@@ -232,6 +234,55 @@ def test_counters_of_lost_replicas_are_kept(pool: Pool, hosts: ScriptedHosts) ->
     wait_until(lambda: pool.stats() == both)
     hosts.channels[0].lose()
     wait_until(lambda: pool.stats() == replace(both, kv_bytes=100, prefix_bytes=200))
+
+
+class OneOfSeveral(ScriptedHosts):
+    def __init__(self, name: str, threads: int) -> None:
+        super().__init__()
+        self.name, self.threads = name, threads
+
+
+class SeveralHosts(ScriptedHosts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hosts = [OneOfSeveral("a", 8), OneOfSeveral("b", 6), OneOfSeveral("c", 1)]
+
+    def usable(self) -> list[Host]:
+        return [*self.hosts]
+
+    def suspect(self, host: Host) -> None:
+        self.hosts = [other for other in self.hosts if other is not host]
+
+
+def test_replicas_share_the_threads_of_their_host(tiny_engine: gemma_py.Engine) -> None:
+    hosts = SeveralHosts()
+    options = ReplicaOptions(5, "model", CONSTRAINTS, deadline=UNTIL_THE_END)
+    pool = Pool(tiny_engine, options, hosts)
+    try:
+        threads = [[channel.sent[0].threads for channel in host.channels] for host in hosts.hosts]
+        assert threads == [[4, 4], [3, 3], [1]]
+    finally:
+        pool.close()
+
+
+def test_one_replica_on_each_host_and_none_on_a_suspect(tiny_engine: gemma_py.Engine) -> None:
+    hosts = SeveralHosts()
+    silent = hosts.hosts[1]
+    with pooled(tiny_engine, count=None, hosts=hosts, deadline=UNTIL_THE_END) as pool:
+        assert pool.parallel == 3 * 4 and [len(host.channels) for host in hosts.hosts] == [1, 1, 1]
+        stalled = Ended("gave no sign of life for 5 s")
+        silence = Silence(silent.channels[0], UNTIL_THE_END)
+        silence.stalled = True
+        pool._note_silence(silence, silent)
+        silent.channels[0].says(stalled)
+        wait_until(lambda: len(pool._links) == 3 and sum(len(host.channels) for host in hosts.hosts) == 3)
+        assert len(silent.channels) == 1 and silent not in hosts.hosts
+
+
+def test_a_silent_replica_makes_its_host_suspect(tiny_engine: gemma_py.Engine) -> None:
+    hosts = ScriptedHosts()
+    with pooled(tiny_engine, hosts=hosts, deadline=0.2):
+        wait_until(lambda: hosts.suspects > 1)
 
 
 # --- mistakes that these tests find -----------------------------------------------------------------------------------
