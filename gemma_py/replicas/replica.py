@@ -9,9 +9,11 @@ audit does. The receipt of an answer is made here, because it hashes the answer'
 """
 
 import contextlib
+import os
 import pkgutil
 import queue
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -208,9 +210,14 @@ class _Answers:
         self._outbox.put(reported)
 
     def _send(self, send: Send) -> None:
-        with contextlib.suppress(OSError):  # the front has ended, and so will this process
+        try:
             while True:
                 send(self._outbox.get())
+        except OSError:  # the front has ended
+            os._exit(0)
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)  # the front then gives the requests to another replica
 
     def _watch(self) -> None:
         """Send the scheduler's counters when they have changed, and its failure."""

@@ -289,14 +289,13 @@ def test_a_silent_replica_makes_its_host_suspect(tiny_engine: gemma_py.Engine) -
 
 
 def test_control_a_replay_with_another_seed(pool: Pool, monkeypatch: pytest.MonkeyPatch, hosts: ScriptedHosts) -> None:
-    honest = Pool._scheduled
+    honest = PooledRequest.submitted
 
-    def unseeded(self: Pool, request: Any, *rest: Any) -> PooledRequest:
-        made = honest(self, request, *rest)
-        made.request = request
-        return made
+    def submitted(self: PooledRequest, number: int) -> None:
+        honest(self, number)
+        self.request = replace(self.request, sampling=replace(self.request.sampling, seed=number))
 
-    monkeypatch.setattr(Pool, "_scheduled", unseeded)
+    monkeypatch.setattr(PooledRequest, "submitted", submitted)
     with pytest.raises(AssertionError):
         test_a_request_keeps_its_seed(pool, hosts)
 
