@@ -25,8 +25,9 @@ from gemma_py.generate.core import Request
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.events import Failed, Finished, Listener
 from gemma_py.replicas.delivery import PooledRequest
-from gemma_py.replicas.replica import Broken, Cancel, Prepare, Ready, Refused, Replica, Reported, Submit
+from gemma_py.replicas.replica import Broken, Cancel, PrepareConstraint, Ready, Refused, Replica, Reported, Submit
 from gemma_py.replicas.routing import KnownBlocks, block_keys, choose
+from gemma_py.weights.pack import drop_weights
 
 _LEAST_LOSSES = 5  # replicas that are lost in a row while they compute a request, before the request ends with an error
 _LEAST_FAILURES = 2  # failed starts in a row of every replica, before the pool gives up
@@ -100,18 +101,20 @@ class Pool(BaseScheduler[Any, PooledRequest]):
 
         parallel: the most requests that a replica runs at once. queue: the most requests that wait.
         """
-        self.replicas = len(hosts.usable()) if options.count is None else options.count
+        first = hosts.usable()
+        self.replicas = len(first) if options.count is None else options.count
         if self.replicas < 1:
             raise InputError(f"the number of replicas should be at least 1, found {self.replicas}")
         super().__init__(engine, parallel * self.replicas, queue)
         self._options, self._hosts, self._parallel = options, hosts, parallel
         self._identity = identity_of(engine.checkpoint)
+        drop_weights(engine.program.model.weights)  # this process needs them only for audits and the fingerprint
         self._numbers = itertools.count()
         # The condition self._changed guards these fields. Only the pool's thread changes _links and what belongs to a link.
         self._inbox: list[tuple[_Link | None, Any]] = []
         self._links: list[_Link] = []  # to the replicas that are ready
         self._channels: dict[int, Channel] = {}  # by the number of the keeper
-        self._prepared: Prepare | None = None
+        self._prepared: PrepareConstraint | None = None
         self._cancelling = False  # whether a ticket may be cancelled
         self._started, self._refused = False, list[GemmaError]()
         self._lost_stats = _NO_STATS  # the counters of lost replicas
@@ -120,7 +123,9 @@ class Pool(BaseScheduler[Any, PooledRequest]):
         self._without_since = time.monotonic()  # since when no replica is ready
         self._failures = Counter(dict.fromkeys(range(self.replicas), 0))
         self._placing = threading.Lock()
+        self._first_hosts = first  # those that were usable at the start, since asking takes seconds
         self._places: dict[int, str] = {}  # the name of the host of each keeper's replica
+        self._failed_starts = Counter[str]()  # by the name of the host, since a replica was last ready there
         self._fingerprint = ""  # of the first replica that was ready
         self._keepers = [
             threading.Thread(target=self._keep, args=(number,), name="gemma_py-keeper", daemon=True)
@@ -150,7 +155,7 @@ class Pool(BaseScheduler[Any, PooledRequest]):
 
     def prepare_constraint(self, description: dict[str, Any]) -> None:
         with self._changed:
-            self._prepared = Prepare(description)
+            self._prepared = PrepareConstraint(description)
             for link in self._links:
                 link.channel.send(self._prepared)
 
@@ -307,7 +312,7 @@ class Pool(BaseScheduler[Any, PooledRequest]):
             self._failures[failed.keeper] = failed.failures
             why, self._why = self._why, str(failed.error)
         if failed.failures == 1 or why != self._why:
-            self._options.report(f"a replica cannot be started: {failed.error}")
+            self._options.report(str(failed.error))
         with self._changed:
             patience = self._hosts.patience
             waited = time.monotonic() - self._without_since
@@ -322,7 +327,7 @@ class Pool(BaseScheduler[Any, PooledRequest]):
         failures = 0
         while not self._over():
             try:
-                link, silence, host = self._connect(keeper)
+                link, silence, where = self._connect(keeper)
             except _ClosedError:
                 return
             except Exception as error:
@@ -333,7 +338,7 @@ class Pool(BaseScheduler[Any, PooledRequest]):
                     self._changed.wait_for(self._over, _PAUSE)
                 continue
             failures = 0
-            self._post(link, _Lost(self._receive(link, silence, host)))
+            self._post(link, _Lost(self._receive(link, silence, where)))
 
     def _over(self) -> bool:
         return self._closed or self._error is not None
@@ -343,10 +348,10 @@ class Pool(BaseScheduler[Any, PooledRequest]):
             self._inbox.append((link, message))
             self._changed.notify_all()
 
-    def _connect(self, keeper: int) -> tuple[_Link, Silence, Host]:
-        """Start a replica, wait until it is ready, and tell the pool's thread so."""
+    def _connect(self, keeper: int) -> tuple[_Link, Silence, str]:
+        """Start a replica, wait until it is ready, and tell the pool's thread so. Also return its name for messages."""
         host, sharing = self._place(keeper)
-        options, engine = self._options, self.engine
+        options, engine, where = self._options, self.engine, f"a replica{f' on {host.name}' if host.name else ''}"
         channel = host.start(options.deadline)
         with self._changed:
             if self._closed:
@@ -364,67 +369,63 @@ class Pool(BaseScheduler[Any, PooledRequest]):
                 )
             )  # fmt: skip
             silence = Silence(channel, options.deadline)
-            ready = self._first(silence, host)
+            ready = self._first(silence, where)
         except BaseException:
+            self._failed_starts[host.name] += 1
             channel.close()
             raise
+        self._failed_starts[host.name] = 0
         link = _Link(channel, ready.blocks)
         self._post(link, ready)
-        return link, silence, host
+        return link, silence, where
 
     def _place(self, keeper: int) -> tuple[Host, int]:
-        """Return the usable host with the fewest replicas, and how many replicas it gets if all replicas are started."""
+        """Return the best host for a replica, and how many replicas it gets if all replicas are started.
+
+        Of the usable hosts on which the fewest starts have failed, this is the first with the fewest replicas.
+        """
         with self._placing:
-            hosts = self._hosts.usable()
+            hosts = self._hosts.usable() if keeper in self._places or not self._first_hosts else self._first_hosts
             if not hosts:
                 raise ComputationError("no host is left")
             taken = Counter(name for number, name in self._places.items() if number != keeper)
-            host = min(hosts, key=lambda host: taken[host.name])
+            host = min(hosts, key=lambda host: (self._failed_starts[host.name], taken[host.name]))
             self._places[keeper] = host.name
             each, more = divmod(self.replicas, len(hosts))
             return host, max(1, each + (hosts.index(host) < more))
 
-    def _first(self, silence: Silence, host: Host) -> Ready:
+    def _first(self, silence: Silence, where: str) -> Ready:
         """Wait until a replica is ready."""
-        where = f" on {host.name}" if host.name else ""
         try:
             message = BEAT
             while message is BEAT:
                 message = silence.receive()
         except Ended as ended:
-            self._note_silence(silence, host)
-            raise ComputationError(f"a replica{where} {ended}") from None
+            raise ComputationError(f"{where} {ended}") from None
         if isinstance(message, Refused):
-            kind = InputError if message.usage else ComputationError
-            raise kind(f"{message.why} (found{where})" if where else message.why)
+            raise (InputError if message.usage else ComputationError)(f"{where} cannot be used: {message.why}")
         assert isinstance(message, Ready)
         with self._changed:
             self._fingerprint = self._fingerprint or message.fingerprint
             if message.fingerprint != self._fingerprint:
-                raise ComputationError(f"a replica{where} computes other logits than the other replicas")
+                raise ComputationError(f"{where} computes other logits than the other replicas")
         return message
 
-    def _receive(self, link: _Link, silence: Silence, host: Host) -> str:
+    def _receive(self, link: _Link, silence: Silence, where: str) -> str:
         """Pass the messages of a replica on until it is lost. Return the reason."""
-        where = f" on {host.name}" if host.name else ""
         try:
             while True:
                 message = silence.receive()
                 if isinstance(message, Broken):
-                    return f"a replica{where} failed: {message.why}"
+                    return f"{where} failed: {message.why}"
                 if message is not BEAT:
                     self._post(link, message)
         except Ended as ended:
-            self._note_silence(silence, host)
-            return f"a replica{where} {ended}"
+            return f"{where} {ended}"
         except Exception as error:
-            return f"the channel to a replica{where} failed: {type(error).__name__}: {error}"
+            return f"{where} sent a message that cannot be read: {type(error).__name__}: {error}"
         finally:
             link.channel.close()
-
-    def _note_silence(self, silence: Silence, host: Host) -> None:
-        if silence.stalled and not self._closed:
-            self._hosts.suspect(host)
 
 
 def _sums(stats: Sequence[SchedulerStats]) -> SchedulerStats:

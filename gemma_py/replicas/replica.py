@@ -1,6 +1,6 @@
 """The job of a replica's process: an engine and a scheduler, which answer the requests of the front.
 
-    the front  --  Prepare, Submit, Cancel  -->                  the replica
+    the front  --  PrepareConstraint, Submit, Cancel  -->        the replica
                <--  Ready, then Reported, SchedulerStats  --
                <--  Refused, if loading fails; Broken, if the scheduler fails later  --
 
@@ -44,7 +44,7 @@ class Submit(NamedTuple):
     constraint: dict[str, Any] | None
 
 
-class Prepare(NamedTuple):
+class PrepareConstraint(NamedTuple):
     """constraint: the description of a constraint like those that requests will have."""
 
     constraint: dict[str, Any]
@@ -128,7 +128,7 @@ class Replica:
         found = identity_of(engine.checkpoint)
         for name, mine, theirs in zip(found._fields, found, self.identity, strict=True):
             if mine != theirs:
-                raise InputError(f"{self.model}: a replica has another {name} than the process that started it")
+                raise InputError(f"{self.model}: its {name} differs from that of the process that started it")
         return engine
 
     def _scheduler(self, engine: Engine) -> BaseScheduler[Any, Any]:
@@ -168,7 +168,7 @@ class _Answers:
             message = messages.get()
             if isinstance(message, Submit):
                 self._submit(message)
-            elif isinstance(message, Prepare):
+            elif isinstance(message, PrepareConstraint):
                 # The tables for JSON schemas are built, which blocks all threads of this process for about a second. An error
                 # is reported to each request with a schema.
                 with contextlib.suppress(Exception):

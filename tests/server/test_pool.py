@@ -10,7 +10,6 @@ from pools import CONSTRAINTS, REQUEST, UNTIL_THE_END, Listening, ScriptedChanne
 from serving import wait_until
 
 import gemma_py
-from gemma_py.cluster.channel import Ended, Silence
 from gemma_py.cluster.hosts import Host
 from gemma_py.errors import ComputationError, ContextError, GemmaError, MismatchError
 from gemma_py.generate.base_scheduler import SchedulerStats
@@ -19,7 +18,7 @@ from gemma_py.generate.options import Sampling
 from gemma_py.replicas import pool as pools
 from gemma_py.replicas.delivery import PooledRequest
 from gemma_py.replicas.pool import Pool, ReplicaOptions
-from gemma_py.replicas.replica import Broken, Cancel, Prepare, Ready, Refused, Reported, Submit
+from gemma_py.replicas.replica import Broken, Cancel, PrepareConstraint, Ready, Refused, Reported, Submit
 
 ANSWER = [*range(200, 210)]
 
@@ -196,7 +195,7 @@ def test_lost_replicas_and_failed_starts_are_reported(tiny_engine: gemma_py.Engi
         hosts.with_work().lose()
         wait_until(lambda: len(hosts.channels) > 4)
         assert reports[0] == "a replica was lost; 1 requests wait for another replica"
-        assert reports[1:] == ["a replica cannot be started: no memory is left"]  # once, however often it is tried
+        assert reports[1:] == ["a replica cannot be used: no memory is left"]  # once, however often it is tried
         listening.ticket.cancel()
         listening.end()
 
@@ -204,7 +203,10 @@ def test_lost_replicas_and_failed_starts_are_reported(tiny_engine: gemma_py.Engi
 def test_a_refusal_at_the_start_is_raised(tiny_engine: gemma_py.Engine) -> None:
     hosts = ScriptedHosts()
     hosts.first = [Refused("no memory is left", False)]
-    with pytest.raises(ComputationError, match=r"^no memory is left$"), scripted(tiny_engine, hosts=hosts):
+    with (
+        pytest.raises(ComputationError, match=r"^a replica cannot be used: no memory is left$"),
+        scripted(tiny_engine, hosts=hosts),
+    ):
         pass
 
 
@@ -222,7 +224,7 @@ def test_replicas_that_cannot_start_again_are_a_permanent_failure(pool: Pool, ho
     for channel in list(hosts.channels):
         channel.lose()
     assert str(listening.end()) == str(
-        Failed(ComputationError("no replica could be started for 0 s: no memory is left"))
+        Failed(ComputationError("no replica could be started for 0 s: a replica cannot be used: no memory is left"))
     )
     assert pool.health().permanent
 
@@ -250,9 +252,6 @@ class SeveralHosts(ScriptedHosts):
     def usable(self) -> list[Host]:
         return [*self.hosts]
 
-    def suspect(self, host: Host) -> None:
-        self.hosts = [other for other in self.hosts if other is not host]
-
 
 def test_replicas_share_the_threads_of_their_host(tiny_engine: gemma_py.Engine) -> None:
     hosts = SeveralHosts()
@@ -265,24 +264,24 @@ def test_replicas_share_the_threads_of_their_host(tiny_engine: gemma_py.Engine) 
         pool.close()
 
 
-def test_one_replica_on_each_host_and_none_on_a_suspect(tiny_engine: gemma_py.Engine) -> None:
+def test_one_replica_on_each_host_and_another_host_for_a_lost_one(tiny_engine: gemma_py.Engine) -> None:
     hosts = SeveralHosts()
-    silent = hosts.hosts[1]
-    with pooled(tiny_engine, count=None, hosts=hosts, deadline=UNTIL_THE_END) as pool:
+    gone, failing = hosts.hosts[1], hosts.hosts[2]
+    with scripted(tiny_engine, count=None, hosts=hosts) as pool:
         assert pool.parallel == 3 * 4 and [len(host.channels) for host in hosts.hosts] == [1, 1, 1]
-        stalled = Ended("gave no sign of life for 5 s")
-        silence = Silence(silent.channels[0], UNTIL_THE_END)
-        silence.stalled = True
-        pool._note_silence(silence, silent)
-        silent.channels[0].says(stalled)
-        wait_until(lambda: len(pool._links) == 3 and sum(len(host.channels) for host in hosts.hosts) == 3)
-        assert len(silent.channels) == 1 and silent not in hosts.hosts
+        hosts.hosts.remove(gone)
+        failing.first = [Refused("no memory is left", False)]
+        failing.channels[0].lose()
+        gone.channels[0].lose()
+        wait_until(lambda: len(pool._links) == 3 and len(hosts.hosts[0].channels) == 3)
+        assert len(gone.channels) == 1
 
 
-def test_a_silent_replica_makes_its_host_suspect(tiny_engine: gemma_py.Engine) -> None:
-    hosts = ScriptedHosts()
-    with pooled(tiny_engine, hosts=hosts, deadline=0.2):
-        wait_until(lambda: hosts.suspects > 1)
+def test_a_silent_replica_is_lost(tiny_engine: gemma_py.Engine) -> None:
+    hosts, reports = ScriptedHosts(), list[str]()
+    with pooled(tiny_engine, hosts=hosts, deadline=0.2, report=reports.append):
+        wait_until(lambda: len(reports) > 1)
+    assert reports[0] == "a replica gave no sign of life for 0.2 s; 0 requests wait for another replica"
 
 
 # --- mistakes that these tests find -----------------------------------------------------------------------------------
@@ -348,7 +347,7 @@ def test_control_a_late_event_that_counts(pool: Pool, monkeypatch: pytest.Monkey
 
 
 def test_every_replica_prepares_for_constraints(pool: Pool, hosts: ScriptedHosts) -> None:
-    prepare = Prepare({"kind": "json_schema"})
+    prepare = PrepareConstraint({"kind": "json_schema"})
     pool.prepare_constraint(prepare.constraint)
     assert all(channel.sent[1:] == [prepare] for channel in hosts.channels)
     hosts.channels[0].lose()

@@ -3,7 +3,7 @@
 import contextlib
 import queue
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,11 @@ UNTIL_THE_END = 600.0  # a deadline that no test reaches
 @contextlib.contextmanager
 def pooled(
     engine: gemma_py.Engine, count: int | None = 2, parallel: int = 4, queue: int = 40, hosts: Hosts | None = None,
-    model: Path = TINY, deadline: float = 5.0, report: Callable[[str], None] = lambda message: None,
+    model: Path = TINY, **options: Any,
 ) -> Iterator[Pool]:  # fmt: skip
-    options = ReplicaOptions(count, str(model), CONSTRAINTS, threads=1, deadline=deadline, report=report)
-    pool = Pool(engine, options, hosts or ThisMachine(), parallel, queue)
+    """options: of `ReplicaOptions`"""
+    made = ReplicaOptions(count, str(model), CONSTRAINTS, threads=1, **options)
+    pool = Pool(engine, made, hosts or ThisMachine(), parallel, queue)
     try:
         yield pool
     finally:
@@ -148,7 +149,6 @@ class ScriptedHosts:
     def __init__(self) -> None:
         self.channels: list[ScriptedChannel] = []
         self.first: Sequence[Any] | None = [Ready(100, "fingerprint")]
-        self.suspects = 0
 
     def start(self, deadline: float) -> Channel:
         assert self.first is not None
@@ -157,9 +157,6 @@ class ScriptedHosts:
 
     def usable(self) -> Sequence[Host]:
         return [] if self.first is None else [self]
-
-    def suspect(self, host: Host) -> None:
-        self.suspects += 1
 
     def ask(self, model: str | None) -> dict[str, Facts | str]:
         return {}
