@@ -189,6 +189,7 @@ _ABOUT = {
     "templates": "messages to token ids",
     "receipts": "how an answer was made",
     "cluster": "shards: layers in several processes",
+    "replicas": "copies of the model in several processes",
     "runtime": "forward pass, workers, KV cache",
     "reference": "the specification, in scalar loops",
     "weights": "checkpoints, packed for the kernels",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gemma_py.cli.common import add_model, add_open_cluster, note_exceptions, print_json, signer_of
-from gemma_py.cli.loading import load_engine
+from gemma_py.cli.loading import load_engine, start_scheduler
 from gemma_py.cli.progress import ProgressBar
 from gemma_py.cli.serve import add_service, model_name, needs_extra
 from gemma_py.generate.embedding import check_generates
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     try:
         from gemma_py.server.openai import batch
-        from gemma_py.server.openai.service import Service, new_scheduler
+        from gemma_py.server.openai.service import Service
     except ModuleNotFoundError as error:
         raise needs_extra(error) from None
     began, signer = time.monotonic(), signer_of(args)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
         note_exceptions(engine)
         if args.receipt:
             check_generates(engine)
-        scheduler = new_scheduler(engine, args.parallel)
+        scheduler = start_scheduler(args, engine)
         try:
             service = Service(engine, scheduler, args.name or model_name(args.model), args.template, signer)
             with ProgressBar("answering", wanted=not args.json) as progress:

@@ -182,6 +182,23 @@ def add_shards(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _replicas(text: str) -> int | str:
+    try:
+        return text if text == "all" else positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; or all") from None
+
+
+def add_replicas(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--replicas",
+        type=_replicas,
+        metavar="N",
+        help="answer requests in N processes, each with the whole model; the output has the same bits; with --address, all "
+        "means one process on each host (default: answer them in this process)",
+    )
+
+
 def add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",

@@ -22,6 +22,7 @@ from gemma_py.cli.common import (
     add_address,
     add_engine,
     add_model,
+    add_replicas,
     add_shards,
     add_sign,
     natural,
@@ -30,7 +31,7 @@ from gemma_py.cli.common import (
     positive,
     signer_of,
 )
-from gemma_py.cli.loading import load_engine
+from gemma_py.cli.loading import load_engine, start_scheduler
 from gemma_py.cli.sampling import add_speculate
 from gemma_py.errors import InputError
 
@@ -124,7 +125,7 @@ def add_service(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=8,
         metavar="N",
-        help="the largest number of requests that run at the same time (default: %(default)s)",
+        help="the largest number of requests that run at the same time; with --replicas, in each replica (default: %(default)s)",
     )
     parser.add_argument(
         "--template",
@@ -135,6 +136,7 @@ def add_service(parser: argparse.ArgumentParser) -> None:
     add_speculate(parser)
     add_engine(parser)
     add_shards(parser)
+    add_replicas(parser)
     add_address(parser)
 
 
@@ -142,7 +144,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         from gemma_py.server.app import App
         from gemma_py.server.auth import Keys, is_loopback
-        from gemma_py.server.openai.service import Service, new_scheduler
+        from gemma_py.server.openai.service import Service
         from gemma_py.server.process import Server, address, bind
     except ModuleNotFoundError as error:
         raise needs_extra(error) from None
@@ -161,17 +163,20 @@ def run(args: argparse.Namespace) -> None:
     ):
         note_exceptions(engine)
         url = address(listening)
-        scheduler = new_scheduler(engine, args.parallel, args.queue)
+        scheduler = start_scheduler(args, engine, args.queue)
         try:
             service = Service(engine, scheduler, args.name or model_name(args.model), args.template, signer)
             service.prepare()
-            app = App(service, args.parallel + args.queue)
+            app = App(service, scheduler.parallel + scheduler.queue)
 
             def ready() -> None:
                 if args.json:
                     print(json.dumps({"url": url, "model": service.model, "pid": os.getpid()}), flush=True)
                 else:
                     threads = f"{engine.threads} thread{'s' * (engine.threads > 1)}"
+                    if args.replicas is not None:
+                        count = scheduler.parallel // args.parallel
+                        threads = f"{count} replica{'s' * (count > 1)}"
                     page = "" if engine.config.embedding is not None else f", chat page at {url}"
                     print(f"{service.model}, {threads}: API at {url}/v1{page}", flush=True)
 

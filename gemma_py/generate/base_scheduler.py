@@ -6,7 +6,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gemma_py.errors import ComputationError, GemmaError, InputError, Overloaded, WorkerError
 from gemma_py.generate.engine import Engine
@@ -132,13 +132,19 @@ class BaseScheduler(ABC, Generic[Q, R]):
                 raise ComputationError(f"the engine has failed: {self._error}")
             if not self._open:
                 raise Overloaded("the server is shutting down and accepts no more requests", 10.0)
-            if len(self._waiting) >= self.queue + max(0, self.parallel - len(self._running)):
-                raise Overloaded(f"the queue is full: {len(self._waiting)} requests are waiting", self._retry_after())
+            if len(self._waiting) + len(self._running) >= self.queue + self.parallel:
+                raise Overloaded(f"the queue is full: {self.stats().waiting} requests are waiting", self._retry_after())
             if self._idle():
                 self._stepped = time.monotonic()
             self._waiting.append(scheduled)
             self._changed.notify_all()
         return ticket
+
+    def prepare_constraint(self, description: dict[str, Any]) -> None:
+        """Prepare for requests whose constraints have descriptions like this one.
+
+        Requests bring their constraints with them, so only a scheduler that rebuilds them in other processes has to prepare.
+        """
 
     @abstractmethod
     def _scheduled(self, request: Q, listener: Listener, ticket: Ticket) -> R:
@@ -173,8 +179,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
             self._changed.wait_for(self._idle, max(0.0, deadline))
             left = (*self._waiting, *self._running)
             for request in left:
-                request.ticket.cancelled = True
-            self._changed.notify_all()
+                request.ticket.cancel()
             # A cancelled request ends with the current pass. The engine stops a hanging pass at the engine's deadline.
             self._changed.wait_for(self._idle, SLOWEST_STEP)
             return len(left)
@@ -200,7 +205,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed or not self._idle())
+                    self._changed.wait_for(lambda: self._closed or self._has_work())
                     if self._closed:
                         return
                 self._step()
@@ -212,6 +217,9 @@ class BaseScheduler(ABC, Generic[Q, R]):
         except Exception as error:
             traceback.print_exc()
             self._fail(ComputationError(f"the scheduler failed: {type(error).__name__}: {error}"))
+
+    def _has_work(self) -> bool:
+        return not self._idle()
 
     @abstractmethod
     def _step(self) -> None:

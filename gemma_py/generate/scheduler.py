@@ -108,6 +108,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         queue: int = 64,
         kv_bytes: int | None = None,
         prefix_bytes: int | None = None,
+        sharing: int = 1,
     ) -> None:
         """Start the scheduler's thread.
 
@@ -116,9 +117,10 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         kv_bytes: the memory for the KV caches of running requests; by default, a third of the free memory.
         prefix_bytes: the memory for the prefix cache, 0 for none; by default, a sixth of the free memory and at most 1
         GiB.
+        sharing: how many schedulers on this machine share the free memory.
         """
         check_generates(engine)
-        free = machine.memory() or _UNKNOWN_MEMORY
+        free = (machine.memory() or _UNKNOWN_MEMORY) // sharing
         self.kv_bytes = free // 3 if kv_bytes is None else kv_bytes
         prefix_bytes = min(free // 6, _MOST_PREFIX_BYTES) if prefix_bytes is None else prefix_bytes
         if self.kv_bytes < 1 or prefix_bytes < 0:
@@ -158,6 +160,11 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
                 f"only {self.kv_bytes / 2**20:.1f} MiB"
             )
         return size
+
+    @property
+    def prefix_tokens(self) -> int:
+        """The maximum number of tokens in the prefix cache."""
+        return self._prefixes.capacity
 
     def stats(self) -> SchedulerStats:
         with self._changed:

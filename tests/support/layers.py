@@ -17,6 +17,7 @@ LAYERS = (
     ("templates",),
     ("receipts",),
     ("generate",),
+    ("replicas",),
     ("chat",),
     ("checks",),
     ("__init__",),

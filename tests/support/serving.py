@@ -16,6 +16,7 @@ from typing import Any
 from repository import TINY, child_environment
 
 import gemma_py
+from gemma_py.generate.base_scheduler import BaseScheduler
 from gemma_py.generate.core import Request, Token
 from gemma_py.server.app import App
 from gemma_py.server.auth import Keys
@@ -145,9 +146,10 @@ def serving(
     host: str = "127.0.0.1",
     names: Sequence[str] = (),
     template: str | None = None,
+    scheduler: BaseScheduler[Any, Any] | None = None,
 ) -> Iterator[Running]:
-    scheduler = new_scheduler(engine, parallel, queue)
-    app = App(Service(engine, scheduler, "tiny", template), parallel + queue)
+    scheduler = scheduler or new_scheduler(engine, parallel, queue)
+    app = App(Service(engine, scheduler, "tiny", template), scheduler.parallel + scheduler.queue)
     ready: SimpleQueue[asyncio.AbstractEventLoop] = SimpleQueue()
     asgi = app.asgi(host, names, origins, Keys(keys))
     server = Server(app, asgi, 0, lambda: ready.put(asyncio.get_running_loop()), lambda live: None)

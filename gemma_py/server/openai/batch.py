@@ -306,9 +306,12 @@ class _Batch:
         self._write_error(running.row, error)
 
     def _check_healthy(self) -> None:
-        """Raise ComputationError if the engine has failed. A failure of the engine must not be written as a row's error."""
+        """Raise ComputationError if the engine has failed. A failure of the engine must not be written as a row's error.
+
+        While a lost shard or replica is being replaced, the engine is not ok, but has not failed.
+        """
         health = self._service.scheduler.health()
-        if not health.ok:
+        if health.permanent:
             raise ComputationError(
                 f"the engine has failed: {health.why}; run the same command again to compute the remaining rows"
             )

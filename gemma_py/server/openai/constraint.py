@@ -99,10 +99,14 @@ class JsonConstraints:
         self._lock = threading.Lock()
         self._tables: LLTokenizer | None = None
 
-    def prepare(self) -> None:
-        """Build the tables if llguidance is installed. This blocks all Python threads for about a second."""
-        if importlib.util.find_spec("llguidance") is not None and self._ends:
-            self._llguidance()
+    def prepare(self) -> dict[str, Any] | None:
+        """Build the tables, which blocks all Python threads for about a second, and return the description of a constraint.
+
+        Without llguidance, return None.
+        """
+        if importlib.util.find_spec("llguidance") is None or not self._ends:
+            return None
+        return self.compile({"type": "object"}, "schema").description
 
     def compile(self, schema: dict[str, Any], param: str) -> JsonConstraint:
         """Compile a schema. Raise ApiError if the schema is malformed, too large, too deep, too costly or unsatisfiable."""

@@ -93,7 +93,9 @@ class Service:
     def prepare(self) -> None:
         """Build the tables for JSON schemas. Called at startup, because building blocks all Python threads for a second."""
         if self.engine.config.embedding is None:
-            self._constraints.prepare()
+            description = self._constraints.prepare()
+            if description is not None:
+                self.scheduler.prepare_constraint(description)
 
     def check_kind(self, embeds: bool) -> None:
         """Raise InputError if the request needs an embedding model and this model generates text, or the reverse.
