@@ -22,9 +22,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from gemma_py.replicas.routing import KnownBlocks, block_keys, choose
-
 from gemma_py.cli.common import counts, positive
+from gemma_py.replicas.routing import KnownBlocks, block_keys, choose
 from gemma_py.runtime.prefix_cache import BLOCK_TOKENS
 
 
