@@ -1,24 +1,27 @@
 """The pool with scripted replicas, and mistakes in the pool that these tests must find."""
 
 import contextlib
+import pickle
+import queue
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from pools import CONSTRAINTS, REQUEST, UNTIL_THE_END, Listening, ScriptedChannel, ScriptedHosts, pooled, scripted
+from pools import CONSTRAINTS, REQUEST, UNTIL_THE_END, WAIT, Listening, ScriptedChannel, ScriptedHosts, pooled, scripted
 from serving import wait_until
 
 import gemma_py
 from gemma_py.cluster.hosts import Host
-from gemma_py.errors import ComputationError, ContextError, GemmaError, MismatchError
-from gemma_py.generate.base_scheduler import SchedulerStats
+from gemma_py.errors import ComputationError, ContextError, GemmaError, MismatchError, WorkerError
+from gemma_py.generate.base_scheduler import Health, SchedulerStats
 from gemma_py.generate.events import Failed, Finished, PrefillProgress
 from gemma_py.generate.options import Sampling
+from gemma_py.generate.scheduler import Scheduler
 from gemma_py.replicas import pool as pools
 from gemma_py.replicas.delivery import PooledRequest
 from gemma_py.replicas.pool import Pool, ReplicaOptions
-from gemma_py.replicas.replica import Broken, Cancel, PrepareConstraint, Ready, Refused, Reported, Submit
+from gemma_py.replicas.replica import Broken, Cancel, PrepareConstraint, Ready, Refused, Reported, Submit, _Answers
 
 ANSWER = [*range(200, 210)]
 
@@ -365,3 +368,37 @@ def test_a_submission_has_no_constraint_object(tiny_engine: gemma_py.Engine) -> 
         Listening(pool, replace(REQUEST, constraint=Constraint()))  # type: ignore[arg-type]
         submission: Submit = hosts.with_work().submission()
         assert submission.request.constraint is None and submission.constraint == Constraint.description
+
+
+# --- in the replica's process -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def replica(tiny_engine: gemma_py.Engine) -> Iterator[tuple[Scheduler, _Answers, "queue.SimpleQueue[Any]"]]:
+    scheduler, sent = Scheduler(tiny_engine), queue.SimpleQueue[Any]()
+    yield scheduler, _Answers(scheduler, lambda description: None, sent.put), sent
+    scheduler.close()
+
+
+def test_a_failed_scheduler_is_not_the_error_of_a_request(
+    replica: tuple[Scheduler, _Answers, "queue.SimpleQueue[Any]"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, answers, sent = replica
+    error = WorkerError(0, 1, 3, 4, "stalled")
+    answers._report(1, Failed(error))
+    reported = pickle.loads(pickle.dumps(sent.get(timeout=WAIT)))  # a WorkerError could not be unpickled
+    assert isinstance(reported, Reported) and isinstance(reported.event, Failed)
+    assert type(reported.event.error) is ComputationError and str(reported.event.error) == str(error)
+    monkeypatch.setattr(scheduler, "health", lambda: Health(False, str(error), True, 0.0))
+    answers._report(1, Failed(error))
+    while isinstance(found := sent.get(timeout=WAIT), SchedulerStats):
+        pass
+    assert found == Broken(str(error))
+
+
+def test_an_error_of_a_submission_is_reported(replica: tuple[Scheduler, _Answers, "queue.SimpleQueue[Any]"]) -> None:
+    _, answers, sent = replica
+    answers._submit(Submit(7, replace(REQUEST, max_tokens=10**6), None))
+    while isinstance(found := sent.get(timeout=WAIT), SchedulerStats):
+        pass
+    assert found.number == 7 and isinstance(found.event, Failed) and isinstance(found.event.error, ContextError)
