@@ -33,6 +33,7 @@ _LEAST_LOSSES = 5  # replicas that are lost in a row while they compute a reques
 _LEAST_FAILURES = 2  # failed starts in a row of every replica, before the pool gives up
 _PAUSE = 0.5  # seconds after a failed start
 _END = 10.0  # seconds to wait for the end of a keeper
+_NO_HOST = "no host is left"
 _NO_STATS = SchedulerStats(*[0] * len(fields(SchedulerStats)))
 _GAUGES = ("running", "waiting", "kv_bytes", "prefix_bytes")  # the other fields of SchedulerStats only grow
 
@@ -105,6 +106,8 @@ class Pool(BaseScheduler[Any, PooledRequest]):
         self.replicas = len(first) if options.count is None else options.count
         if self.replicas < 1:
             raise InputError(f"the number of replicas should be at least 1, found {self.replicas}")
+        if not first:
+            raise ComputationError(_NO_HOST)
         super().__init__(engine, parallel * self.replicas, queue)
         self._options, self._hosts, self._parallel = options, hosts, parallel
         self._identity = identity_of(engine.checkpoint)
@@ -123,8 +126,9 @@ class Pool(BaseScheduler[Any, PooledRequest]):
         self._without_since = time.monotonic()  # since when no replica is ready
         self._failures = Counter(dict.fromkeys(range(self.replicas), 0))
         self._placing = threading.Lock()
-        self._first_hosts = first  # those that were usable at the start, since asking takes seconds
-        self._places: dict[int, str] = {}  # the name of the host of each keeper's replica
+        # By the number of the keeper, the host of its first replica, and the name of the host of its present replica.
+        self._first_hosts = [first[number % len(first)] for number in range(self.replicas)]
+        self._places: list[str | None] = [host.name for host in self._first_hosts]
         self._failed_starts = Counter[str]()  # by the name of the host, since a replica was last ready there
         self._fingerprint = ""  # of the first replica that was ready
         self._keepers = [
@@ -325,9 +329,12 @@ class Pool(BaseScheduler[Any, PooledRequest]):
     def _keep(self, keeper: int) -> None:
         """Keep a replica running until the pool is closed or has failed."""
         failures = 0
+        hosts: Sequence[Host] = [self._first_hosts[keeper]]
         while not self._over():
             try:
-                link, silence, where = self._connect(keeper)
+                host, sharing = self._place(keeper, hosts or self._hosts.usable())
+                hosts = ()  # later, ask which hosts are usable
+                link, silence, where = self._connect(keeper, host, sharing)
             except _ClosedError:
                 return
             except Exception as error:
@@ -348,9 +355,8 @@ class Pool(BaseScheduler[Any, PooledRequest]):
             self._inbox.append((link, message))
             self._changed.notify_all()
 
-    def _connect(self, keeper: int) -> tuple[_Link, Silence, str]:
+    def _connect(self, keeper: int, host: Host, sharing: int) -> tuple[_Link, Silence, str]:
         """Start a replica, wait until it is ready, and tell the pool's thread so. Also return its name for messages."""
-        host, sharing = self._place(keeper)
         options, engine, where = self._options, self.engine, f"a replica{f' on {host.name}' if host.name else ''}"
         channel = host.start(options.deadline)
         with self._changed:
@@ -379,20 +385,19 @@ class Pool(BaseScheduler[Any, PooledRequest]):
         self._post(link, ready)
         return link, silence, where
 
-    def _place(self, keeper: int) -> tuple[Host, int]:
-        """Return the best host for a replica, and how many replicas it gets if all replicas are started.
+    def _place(self, keeper: int, hosts: Sequence[Host]) -> tuple[Host, int]:
+        """Return the best host for a replica, and how many replicas that host then has.
 
-        Of the usable hosts on which the fewest starts have failed, this is the first with the fewest replicas.
+        Of the hosts on which the fewest starts have failed, this is the first with the fewest replicas.
         """
+        if not hosts:
+            raise ComputationError(_NO_HOST)
         with self._placing:
-            hosts = self._hosts.usable() if keeper in self._places or not self._first_hosts else self._first_hosts
-            if not hosts:
-                raise ComputationError("no host is left")
-            taken = Counter(name for number, name in self._places.items() if number != keeper)
+            self._places[keeper] = None
+            taken = Counter(self._places)
             host = min(hosts, key=lambda host: (self._failed_starts[host.name], taken[host.name]))
             self._places[keeper] = host.name
-            each, more = divmod(self.replicas, len(hosts))
-            return host, max(1, each + (hosts.index(host) < more))
+            return host, taken[host.name] + 1
 
     def _first(self, silence: Silence, where: str) -> Ready:
         """Wait until a replica is ready."""

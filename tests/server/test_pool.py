@@ -263,6 +263,11 @@ def test_replicas_share_the_threads_of_their_host(tiny_engine: gemma_py.Engine) 
     try:
         threads = [[channel.sent[0].threads for channel in host.channels] for host in hosts.hosts]
         assert threads == [[4, 4], [3, 3], [1]]
+        first, lost = hosts.hosts[0], hosts.hosts[2].channels[0]
+        hosts.hosts = [first]  # the other hosts do not answer in time, but keep their replicas
+        lost.lose()
+        wait_until(lambda: len(first.channels) == 3 and len(first.channels[2].sent) == 1)
+        assert first.channels[2].sent[0].threads == 2 and first.channels[2].sent[0].sharing == 3
     finally:
         pool.close()
 
