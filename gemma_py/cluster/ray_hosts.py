@@ -272,20 +272,18 @@ class RayChannel:
         return message
 
     def _listen(self, beat: float) -> None:
-        while True:
-            reference = self._actor.get.remote(beat)
-            while not ray.wait([reference], timeout=_BEAT)[0]:
-                if not self._open or _ending.is_set():
-                    return
-            if not self._open or _ending.is_set():
-                return
+        reference = self._actor.get.remote(beat)
+        while self._open and not _ending.is_set():
             try:
-                messages = ray.get(reference)
+                messages = ray.get(reference, timeout=_BEAT)
+            except ray.exceptions.GetTimeoutError:
+                continue
             except ray.exceptions.RayError as error:
                 self._inbox.put(Ended(f"has ended: {_reason(error)}"))
                 return
             for message in messages or [BEAT]:
                 self._inbox.put(message)
+            reference = self._actor.get.remote(beat)
 
     def close(self) -> None:
         if self._open:
@@ -329,7 +327,7 @@ class _Member:
     def process(self) -> int:
         return os.getpid()
 
-    @ray.method(concurrency_group="put")
+    @ray.method(concurrency_group="put", num_returns=0)
     def put(self, message: Any) -> None:
         self._messages.put(message)
 
