@@ -24,6 +24,7 @@ from gemma_py.checks.cost import BYTES, FLOP, pass_cost
 from gemma_py.checks.verify import prompt
 from gemma_py.cli.common import counts, markdown, positive
 from gemma_py.cli.progress import ProgressBar
+from gemma_py.runtime.kv_types import KV_TYPES
 
 LENGTHS = tuple(1 << n for n in range(7, 15))
 
@@ -53,8 +54,8 @@ def once(engine: gemma_py.Engine, ids: list[int], length: int) -> dict[str, Any]
 
 def counted(engine: gemma_py.Engine, length: int) -> dict[str, Any]:
     """Operations per prompt token and bytes per decoded token, computed instead of measured."""
-    kv_bytes = engine.new_cache().dtype().itemsize
-    prefill, decode = pass_cost(engine.program, kv_bytes, 0, length), pass_cost(engine.program, kv_bytes, length, 1)
+    kv = KV_TYPES[engine.kv_type]
+    prefill, decode = pass_cost(engine.program, kv, 0, length), pass_cost(engine.program, kv, length, 1)
     return {"prefill_flop_per_token": int(prefill[:, FLOP].sum()) / length, "decode_bytes": int(decode[:, BYTES].sum())}
 
 

@@ -27,10 +27,11 @@ from gemma_py.generate.engine import Engine
 from gemma_py.generate.session import Session
 from gemma_py.paths import atomic_write
 from gemma_py.runtime.cache import first_readable
+from gemma_py.runtime.kv_types import KV_TYPES
 
 _FORMAT, _VERSION = "gemma_py conversation", "3"
 _OLD_MAGIC = b"gemma_py conversation "
-_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "I8"}
 
 
 def write(path: Path, description: dict[str, Any], session: Session, since: int) -> None:
@@ -55,11 +56,11 @@ def write(path: Path, description: dict[str, Any], session: Session, since: int)
 
 
 def _row_specs(engine: Engine, position: int, since: int) -> dict[str, Spec]:
-    specs = {}
+    specs, kv = {}, KV_TYPES[engine.kv_type]
     for number, layer in enumerate(engine.config.kv_layers):
-        shape = (layer.num_key_value_heads, position - first_readable(layer, since), layer.head_dim)
+        shape = (layer.num_key_value_heads, position - first_readable(layer, since), kv.row_size(layer.head_dim))
         for part in ("keys", "values"):
-            specs[f"layers.{number}.{part}"] = Spec(_DTYPES[engine.kv_type], shape)
+            specs[f"layers.{number}.{part}"] = Spec(_DTYPES[kv.name], shape)
     return specs
 
 

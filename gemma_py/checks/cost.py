@@ -12,20 +12,20 @@ import numpy as np
 
 from gemma_py.models.program import ALL, ATTEND, EXPERT_MATMUL, MATMUL
 from gemma_py.runtime import program as p
+from gemma_py.runtime.kv_types import KvType
 from gemma_py.runtime.program import LinkedProgram
 from gemma_py.weights.pack import INPUTS, ROWS, matrix_bytes
 
 FLOP, BYTES = 0, 1
 
 
-def pass_cost(program: LinkedProgram, kv_bytes: int, position: int, T: int) -> np.ndarray:
+def pass_cost(program: LinkedProgram, kv: KvType, position: int, T: int) -> np.ndarray:
     """Return the cost of a pass of T tokens after `position` earlier tokens: int64 [names of phases, 2].
 
     Column FLOP has the floating-point operations, two per multiply-add. Column BYTES has the bytes read from memory.
 
     Each matrix, key and value counts once per pass, because repeated reads come from the processor's cache. A mixture of
     experts is assumed to choose as many different experts as possible. Logits are computed for the last token only.
-    kv_bytes: the size of one number in the KV cache.
     """
     cost = np.zeros((len(program.labels), 2), np.int64)
     for op in program.model.ops:
@@ -42,7 +42,7 @@ def pass_cost(program: LinkedProgram, kv_bytes: int, position: int, T: int) -> n
             H, G, E, W = (int(value) for value in op[[p.HEADS, p.KV_HEADS, p.WIDTH, p.WINDOW]])
             before = position + T - rows
             read = min(before + rows, W + rows - 1) if W else before + rows
-            cost[label] += (4 * H * E * _keys(before, rows, W), 2 * G * E * read * kv_bytes)
+            cost[label] += (4 * H * E * _keys(before, rows, W), 2 * G * read * kv.row_bytes(E))
     return cost
 
 
@@ -59,9 +59,9 @@ def _keys(position: int, T: int, W: int) -> int:
     return _keys(position, W - position, 0) + W * (last - W)
 
 
-def run_cost(program: LinkedProgram, kv_bytes: int, position: int, passes: Sequence[int]) -> np.ndarray:
+def run_cost(program: LinkedProgram, kv: KvType, position: int, passes: Sequence[int]) -> np.ndarray:
     total = np.zeros((len(program.labels), 2), np.int64)
     for T in passes:
-        total += pass_cost(program, kv_bytes, position, T)
+        total += pass_cost(program, kv, position, T)
         position += T
     return total

@@ -20,11 +20,12 @@ class TraceJob:
 
     model: str
     quant: str | None
+    kv: str
     ids: Sequence[int]
 
     def run(self, messages: Messages, send: Send) -> None:
         try:
-            with load(self.model, quant=self.quant) as engine:
+            with load(self.model, quant=self.quant, kv=self.kv) as engine:
                 send(trace_file.trace_document(engine, self.ids))
         except Exception as error:
             send(str(error))

@@ -22,7 +22,8 @@ from gemma_py.checks.verify import ReportFraction
 from gemma_py.errors import InputError, MismatchError
 from gemma_py.formats.floats import bytes_for_digest
 from gemma_py.generate.engine import Engine
-from gemma_py.runtime.cache import KV_TYPES, Cache, check_context
+from gemma_py.runtime.cache import Cache, check_context
+from gemma_py.runtime.kv_types import KV_TYPES
 from gemma_py.runtime.profile import WAIT, WORK, Profile
 from gemma_py.runtime.runner import CHUNK, SequenceInput
 
@@ -210,8 +211,7 @@ def model_summary(engine: Engine) -> ModelSummary:
 
 def cost_of(engine: Engine, test: BenchTest) -> np.ndarray:
     """Return the floating-point operations and the bytes read in one run of a test: int64 [names of phases, 2]."""
-    kv_bytes = np.dtype(KV_TYPES[engine.kv_type]).itemsize
-    return run_cost(engine.program, kv_bytes, test.depth, test.passes)
+    return run_cost(engine.program, KV_TYPES[engine.kv_type], test.depth, test.passes)
 
 
 def figures(engine: Engine, row: BenchRow, limit: Limits) -> dict[str, Any]:

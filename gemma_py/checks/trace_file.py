@@ -19,7 +19,6 @@ from gemma_py.formats.files import read_json
 from gemma_py.generate.engine import Engine
 from gemma_py.paths import atomic_write
 from gemma_py.runtime.trace import UNTRACED
-from gemma_py.weights.checkpoint import Checkpoint
 
 _BLOCK = 16  # the number of consecutive positions that share one digest
 _TRACED_AT_ONCE = 64
@@ -27,11 +26,16 @@ _FORM = "gemma_py trace 2"
 _FORM_1 = "gemma_py trace 1"  # an older format, which can still be read
 
 
-def identity(checkpoint: Checkpoint, quant: str | None) -> dict[str, str]:
-    """Return digests that identify a model without reading all weights.
+def identity(engine: Engine) -> dict[str, str]:
+    """Return digests that identify a model without reading all weights, and the options that change the bits.
 
     One digest covers the config. The others cover each tensor's name, type, shape and 16 short pieces of the data.
     """
+    checkpoint, options = engine.checkpoint, {}
+    if engine.quant is not None:
+        options["quant"] = engine.quant
+    if engine.kv_type != "float32":
+        options["kv"] = engine.kv_type
     weights = hashlib.sha256()
     for name, tensor in sorted(checkpoint.tensors.items()):
         weights.update(repr((name, tensor.type.name, tensor.shape, tensor.data.nbytes)).encode())
@@ -40,7 +44,7 @@ def identity(checkpoint: Checkpoint, quant: str | None) -> dict[str, str]:
             at = (len(data) - 1) * part // 15
             weights.update(data[at : at + 256].tobytes())
     config = hashlib.sha256(json.dumps(asdict(checkpoint.config), sort_keys=True).encode()).hexdigest()
-    return {"config": config, "weights": weights.hexdigest(), **({"quant": quant} if quant else {})}
+    return {"config": config, "weights": weights.hexdigest(), **options}
 
 
 def fold(hashes: np.ndarray) -> list[list[str]]:
@@ -63,7 +67,7 @@ def trace_document(engine: Engine, ids: Sequence[int]) -> dict[str, Any]:
     traced = compute(engine, ids, _TRACED_AT_ONCE, trace=True)
     return {
         "format": _FORM,
-        "model": identity(engine.checkpoint, engine.quant),
+        "model": identity(engine),
         "machine": f"{platform.machine()}, {platform.system()}, {engine.threads} threads",
         "tokens": list(ids),
         "block": _BLOCK,
@@ -108,11 +112,11 @@ def check_comparable(trace: dict[str, Any], path: Path, engine: Engine, tokens: 
 
     Commands call this before a long run. tokens: the wanted number of tokens, or None for as many as the trace has.
     """
-    ours, theirs = identity(engine.checkpoint, engine.quant), dict(trace["model"])
+    ours, theirs = identity(engine), dict(trace["model"])
     if trace["format"] == _FORM_1:  # format 1 computed config digests differently, so compare only the weights
         ours.pop("config"), theirs.pop("config", None)
     if ours != theirs:
-        raise InputError(f"{path}: this trace was made with another model or quantisation than {engine.path}")
+        raise InputError(f"{path}: this trace was made with another model, --quant or --kv than {engine.path}")
     length = len(trace["tokens"])
     if tokens not in (None, length):
         raise InputError(

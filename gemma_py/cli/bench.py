@@ -30,6 +30,7 @@ from gemma_py.checks.measure import Benchmark, BenchTest, report
 from gemma_py.checks.shapes import random_checkpoint
 from gemma_py.checks.verify import threads_text
 from gemma_py.cli.common import (
+    add_kv,
     add_model,
     environment_threads,
     markdown,
@@ -67,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-t", "--threads", type=teams, dest="teams", default=environment_threads(), metavar="N,N",
         help="numbers of worker threads (default: GEMMA_PY_THREADS, else the number of usable physical cores)",
     )  # fmt: skip
+    add_kv(parser)
     parser.add_argument("--profile", action="store_true", help="show the time of each phase too")
     parser.add_argument(
         "--shape", metavar="NAME", help="use random weights in the shape of a model from `gemma_py models`"
@@ -105,9 +107,9 @@ def tests(args: argparse.Namespace) -> tuple[BenchTest, ...]:
 
 def open_engine(args: argparse.Namespace, threads: int, wanted: tuple[BenchTest, ...]) -> Engine:
     if args.shape is None:
-        return gemma_py.load(args.model, threads=threads, progress=LoadProgress())
+        return gemma_py.load(args.model, threads=threads, kv=args.kv, progress=LoadProgress())
     longest = max(test.tokens + test.depth for test in wanted)
-    return Engine(random_checkpoint(args.shape, args.type, longest), threads, progress=LoadProgress())
+    return Engine(random_checkpoint(args.shape, args.type, longest), threads, kv=args.kv, progress=LoadProgress())
 
 
 def measure_speculation(args: argparse.Namespace) -> None:
@@ -125,7 +127,7 @@ def measure_speculation(args: argparse.Namespace) -> None:
     }
     rows = []
     with (
-        gemma_py.load(args.model, threads=threads, progress=LoadProgress()) as engine,
+        gemma_py.load(args.model, threads=threads, kv=args.kv, progress=LoadProgress()) as engine,
         ProgressBar("measuring", wanted=not args.json) as progress,
     ):
         for number, ((name, temperature), case) in enumerate(cases.items()):

@@ -127,6 +127,16 @@ def add_quant(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_kv(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv",
+        default="float32",
+        metavar="TYPE",
+        help="the number type of the KV cache: float32, bfloat16 with half the memory, or q8_0 with about a quarter; the "
+        "type changes the output (default: %(default)s)",
+    )
+
+
 def note_exceptions(engine: "Engine") -> None:
     left_out = engine.checkpoint.left_out
     if left_out:
@@ -157,6 +167,7 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     add_quant(parser)
+    add_kv(parser)
     add_threads(parser)
     parser.add_argument(
         "--context",

@@ -11,7 +11,8 @@ from gemma_py.catalog import resolve
 from gemma_py.cli.common import add_model, parts, print_json, size
 from gemma_py.cli.progress import LoadProgress
 from gemma_py.generate.embedding import prompts_of
-from gemma_py.runtime.cache import KV_TYPES, bytes_needed
+from gemma_py.runtime.cache import bytes_needed
+from gemma_py.runtime.kv_types import KV_TYPES
 from gemma_py.runtime.runner import CHUNK
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
 

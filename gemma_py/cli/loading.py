@@ -20,6 +20,7 @@ def load_engine(args: argparse.Namespace) -> gemma_py.Engine:
         threads=args.threads,
         context=args.context,
         quant=args.quant,
+        kv=args.kv,
         progress=LoadProgress(),
         pack=args.pack,
         speculate=getattr(args, "speculate", "off"),

@@ -22,6 +22,7 @@ from gemma_py.checks import trace_file, verify
 from gemma_py.checks.host_traces import TraceJob, differences
 from gemma_py.cli.common import (
     add_address,
+    add_kv,
     add_model,
     add_open_cluster,
     add_quant,
@@ -41,6 +42,7 @@ from gemma_py.paths import check_writable
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_quant(parser)
+    add_kv(parser)
     parser.add_argument(
         "--threads",
         type=counts,
@@ -83,7 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     def open_engine(threads: int, shards: int = 1) -> Engine:
-        return gemma_py.load(args.model, threads=threads, quant=args.quant, progress=LoadProgress(), shards=shards)
+        return gemma_py.load(
+            args.model, threads=threads, kv=args.kv, quant=args.quant, progress=LoadProgress(), shards=shards
+        )
 
     with ProgressBar("checking", wanted=not args.json) as progress:
         # Load the model once before the runs, so that invalid arguments are reported early.
@@ -107,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
                 made = trace_file.trace_document(engine, ids)
         if made is not None and hosts is not None:
             progress("the hosts", 1.0)
-            job = TraceJob(as_other_processes_name(args.model), args.quant, ids)
+            job = TraceJob(as_other_processes_name(args.model), args.quant, args.kv, ids)
             on_hosts = [(host.name, found) for host, found in differences(hosts.usable(), job, made)]
     if made is not None and args.trace is not None:
         trace_file.write_trace(args.trace, made)

@@ -28,9 +28,10 @@ from gemma_py.hub import repository_of
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.progress import ReportProgress, no_report
 from gemma_py.receipts.receipt import ModelIdentity
-from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed, check_context
+from gemma_py.runtime.cache import Cache, bytes_needed, check_context
 from gemma_py.runtime.compiling import Compilation, first_time
 from gemma_py.runtime.instruments import Instruments
+from gemma_py.runtime.kv_types import check_kv_type
 from gemma_py.runtime.program import LinkedProgram, link
 from gemma_py.runtime.runner import Runner, SequenceInput, SharedTeam
 from gemma_py.templates.chat_format import ChatFormat
@@ -67,8 +68,7 @@ class Engine:
             raise ComputationError(
                 "this thread flushes subnormals to zero or does not round to nearest, which would change the logits"
             )
-        if not isinstance(kv, str) or kv not in KV_TYPES:
-            raise InputError(f"kv should be one of {', '.join(KV_TYPES)}, found {kv!r:.40}")
+        check_kv_type(kv)
         if quant is not None and (not isinstance(quant, str) or quant not in QUANTS):
             raise InputError(f"quant should be one of {', '.join(QUANTS)}, found {quant!r:.40}")
         if context is not None and not is_whole(context, 1):
@@ -123,7 +123,7 @@ class Engine:
 
     @property
     def kv_type(self) -> str:
-        """The number type of the KV cache: "float32" or "bfloat16"."""
+        """The number type of the KV cache: "float32", "bfloat16" or "q8_0"."""
         return self.runner.kv
 
     def divide(self, shards: int, hosts: "Hosts | None", model: str) -> None:
@@ -465,7 +465,7 @@ def load(
     context: the most tokens of a sequence; by default, the model's max_position_embeddings.
     deadline: seconds after which a worker thread that makes no progress is reported as stalled. On Linux, time in which the
         thread waits for a core does not count.
-    kv: the number type of the KV cache, "float32" or "bfloat16", which halves the memory of the cache.
+    kv: the number type of the KV cache, "float32", "bfloat16" (half the memory) or "q8_0" (about a quarter).
     quant: "q8_0" or "q4_0" quantises float matrices while loading, to the same values as in a GGUF file of that type.
     progress: called as `progress(what, done, total, unit)` while the first start downloads, compiles and packs, which
     may take minutes; see `gemma_py.progress`.

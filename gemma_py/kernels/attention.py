@@ -31,6 +31,7 @@ from gemma_py.kernels.attention_layout import (
 )
 from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.intrinsics import f32_of_bits, fma
+from gemma_py.kernels.kv_rows import readable_tile
 from gemma_py.kernels.simd.tiles import (
     add_multiples,
     add_products,
@@ -44,6 +45,7 @@ from gemma_py.kernels.simd.vectors import (
     add,
     bitcast,
     div,
+    holds_codes,
     less,
     load,
     load_columns,
@@ -62,6 +64,18 @@ from gemma_py.kernels.vector_math import exp, load_up_to, soft_cap, store_up_to
 
 _F = np.float32
 _ZERO, _ONE, _INFINITY = _F(0.0), _F(1.0), _F(np.inf)
+
+
+# --- tiles of keys ---------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _elements_ahead(ring, block, last):
+    """Return how many elements after a tile's rows the next tile begins, or 0 if the next tile is not to be prefetched.
+
+    last: whether this is the last tile
+    """
+    return 0 if last or block.used == QUERY_BLOCK or holds_codes(ring.keys) else TILE * ring.row_stride
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -385,15 +399,17 @@ def _attend_block(q, ring, params, g, block, scores, scratch, out):
     start = begin
     while begin < stop:
         end = min(stop, (begin // TILE + 1) * TILE)
-        ahead = TILE * ring.row_stride if end < stop and block.used < QUERY_BLOCK else 0
+        ahead = _elements_ahead(ring, block, end == stop)
         if scores.shape[0] > 0:
             _copy_scores(scores, (begin - start) * LANES, end - begin, scratch, layout)
         else:
-            _make_scores(ring, base, begin, end, block, scratch, layout, ahead)
+            tile, at = readable_tile(ring, base, ring.keys, begin, end, block, scratch, layout)
+            _make_scores(tile, at, begin, end, block, scratch, layout, ahead)
         first, last = keys_of_all(block, 0, block.used)
         for lane in range(0, block.used, LANES):
             _make_weights(scratch, layout, lane, begin, end - begin, first <= begin and end <= last, params)
-        _add_values(ring, base, begin, end, block, scratch, layout, ahead)
+        tile, at = readable_tile(ring, base, ring.values, begin, end, block, scratch, layout)
+        _add_values(tile, at, begin, end, block, scratch, layout, ahead)
         begin = end
     for lane in range(block.used):
         row, result = layout.out + lane * E, _row_of(block.first + lane, block.heads, H, g, E)
@@ -461,8 +477,8 @@ def score_keys(q, ring, params, g, origin, row, part, parts, scratch, scores):
     stop = min(stop, (first + tiles * (part + 1) // parts) * TILE)
     while begin < stop:
         end = min(stop, (begin // TILE + 1) * TILE)
-        ahead = TILE * ring.row_stride if end < stop else 0
-        _make_scores(ring, base, begin, end, block, scratch, layout, ahead)
+        tile, at = readable_tile(ring, base, ring.keys, begin, end, block, scratch, layout)
+        _make_scores(tile, at, begin, end, block, scratch, layout, _elements_ahead(ring, block, end == stop))
         for key in range(end - begin):
             store(scores, (begin - start + key) * LANES, load(scratch, layout.scores + key * QUERY_BLOCK))
         begin = end

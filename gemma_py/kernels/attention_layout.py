@@ -27,11 +27,12 @@ class Ring(NamedTuple):
     In the layout [capacity, G, E], row_stride is G * E, and head_stride is E. In the layout [G, capacity, E], row_stride is
     E, and head_stride is capacity * E. The second layout is faster. In the first layout, neighbouring rows of a head are
     G * E elements apart. If this distance is a multiple of 4 KiB, the rows evict each other from the L1 cache.
+    Rows of q8_0 (see kv_rows.py) are longer than E elements, and so are the distances.
 
     G: number of key/value heads, E: width of a head
     """
 
-    keys: np.ndarray  # f32, or uint16 that holds bfloat16
+    keys: np.ndarray  # f32, uint16 that holds bfloat16, or int8 that holds q8_0 rows
     values: np.ndarray  # an array like `keys`
     start: int
     capacity: int  # rows
@@ -61,6 +62,7 @@ class ScratchLayout(NamedTuple):
 
     q: int  # [QUERY_BLOCK / COLUMNS, E, COLUMNS]: the transposed queries
     out: int  # [QUERY_BLOCK, E]: the weighted sum of the values so far
+    unpacked: int  # [TILE, E]: the keys or the values of a tile as floats, if they are stored in another form
     scores: int  # [TILE + ROWS, QUERY_BLOCK]: scores of a tile, later weights; the last ROWS rows are padding
     starts: int  # the position of the first key that each query sees, as the bits of an int32
     lasts: int  # the position of the last key that each query sees, as the bits of an int32
@@ -73,11 +75,14 @@ class ScratchLayout(NamedTuple):
 @inlined
 def scratch_layout(E):
     out = QUERY_BLOCK * E
-    scores = 2 * out
+    unpacked = 2 * out
+    scores = unpacked + TILE * E
     starts = scores + (TILE + ROWS) * QUERY_BLOCK
     lasts, maximum = starts + QUERY_BLOCK, starts + 2 * QUERY_BLOCK
     weight_sum, rescale = starts + 3 * QUERY_BLOCK, starts + 4 * QUERY_BLOCK
-    return ScratchLayout(0, out, scores, starts, lasts, maximum, weight_sum, rescale, starts + 5 * QUERY_BLOCK)
+    return ScratchLayout(
+        0, out, unpacked, scores, starts, lasts, maximum, weight_sum, rescale, starts + 5 * QUERY_BLOCK
+    )
 
 
 def scratch_size(E: int) -> int:

@@ -327,7 +327,7 @@ def _read_model(value: Any) -> ModelIdentity:
         "files", lambda value: _is_sorted(value, _is_digest) and len(value) > 0, "a list of ascending sha256 digests"
     )
     fingerprint = model.take("fingerprint", _is_digest, "64 lower-case hexadecimal digits")
-    kv = model.take("kv", lambda value: value in ("float32", "bfloat16"), "'float32' or 'bfloat16'")
+    kv = model.take("kv", lambda value: value in ("float32", "bfloat16", "q8_0"), "'float32', 'bfloat16' or 'q8_0'")
     quant = model.take("quant", lambda value: value in (None, "q8_0", "q4_0"), "null, 'q8_0' or 'q4_0'")
     return ModelIdentity(tuple(files), fingerprint, quant, kv)
 

@@ -66,7 +66,7 @@ def _prepared(engine: Any, families: Mapping[str, Function]) -> tuple[Function, 
     config: Config = engine.config
     if config.model_type not in families:
         raise UnsupportedError(f"gemma_py.reference does not implement the model_type {config.model_type!r:.40}")
-    cache = ReferenceCache(config, engine.kv_type == "bfloat16")
+    cache = ReferenceCache(config, engine.kv_type)
     return families[config.model_type], engine.reference_weights(), cache
 
 

@@ -60,6 +60,13 @@ def bfloat16_of(number):
     return np.uint32(bits & np.uint32(0xFFFF0000)).view(np.float32)
 
 
+@jit
+def bfloat16_above(number):
+    """Return the smallest bfloat16 that is not smaller than a float32 >= 0, as a float32."""
+    bits = np.uint32(np.float32(number).view(np.uint32) + np.uint32(0xFFFF))
+    return np.uint32(bits & np.uint32(0xFFFF0000)).view(np.float32)
+
+
 def is_ieee() -> bool:
     """Return whether the calling thread keeps subnormal numbers and rounds to nearest, ties to even.
 

@@ -5,7 +5,10 @@ import hashlib
 import numpy as np
 
 from gemma_py.models.config import Config, Layer
-from gemma_py.reference.operations import round_to_bfloat16
+from gemma_py.reference.operations import round_to_bfloat16, round_to_q8_0
+
+# {number type of the KV cache: the function that rounds the rows when they are stored}
+_ROUND = {"float32": np.copy, "bfloat16": round_to_bfloat16, "q8_0": round_to_q8_0}
 
 
 class ReferenceCache:
@@ -15,9 +18,9 @@ class ReferenceCache:
     A layer whose `kv_source` is another layer stores no rows and reads the rows of that other layer.
     """
 
-    def __init__(self, config: Config, bfloat16: bool = False) -> None:
-        """Create an empty cache. bfloat16: whether keys and values are rounded to bfloat16 when stored."""
-        self.config, self.bfloat16 = config, bfloat16
+    def __init__(self, config: Config, kv: str = "float32") -> None:
+        """Create an empty cache. kv: the number type to which keys and values are rounded when stored."""
+        self.config, self._round = config, _ROUND[kv]
         self.position = 0  # the position of the next token
         shapes = [(0, layer.num_key_value_heads, layer.head_dim) for layer in config.layers]
         self.keys = [np.empty(shape, np.float32) for shape in shapes]
@@ -30,7 +33,7 @@ class ReferenceCache:
                 grown = np.empty((max(16, 2 * self.position), *row.shape), np.float32)
                 grown[: self.position] = rows[number]
                 rows[number] = grown
-            rows[number][self.position] = round_to_bfloat16(row) if self.bfloat16 else row
+            rows[number][self.position] = self._round(row)
 
     def rows(self, layer: Layer) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys and values that the layer reads, [position + 1, G, E], including the current position."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from gemma_py.reference.arithmetic import bfloat16_of, float32_of, fma, jit
+from gemma_py.reference.arithmetic import bfloat16_above, bfloat16_of, float32_of, fma, jit
 from gemma_py.reference.elementary import exp, exp64, log64, sine_cosine64, tanh
 from gemma_py.weights.tensors import FloatMatrix, Matrix, StoredMatrix
 
@@ -275,6 +275,35 @@ def round_to_bfloat16(x):
     for head in range(x.shape[0]):
         for e in range(x.shape[1]):
             y[head, e] = bfloat16_of(x[head, e])
+    return y
+
+
+@jit
+def round_to_q8_0(x):
+    """Return x with each number rounded to scale * code, where each 32 numbers of a head share a scale.    x: [heads, E]
+
+    The scale is the block's largest magnitude, divided by 127 and rounded up to bfloat16. If it is 0, all numbers of the
+    block become 0. If the block holds NaN or infinity, all of its numbers become NaN.
+    """
+    y = np.empty_like(x)
+    for head in range(x.shape[0]):
+        for first in range(0, x.shape[1], BLOCK):
+            last = min(first + BLOCK, x.shape[1])
+            largest, finite = _ZERO, True
+            for e in range(first, last):
+                magnitude = abs(x[head, e])
+                if not magnitude <= _LARGEST_F32:
+                    finite = False
+                elif magnitude > largest:
+                    largest = magnitude
+            scale = bfloat16_above(largest / _F(127))
+            for e in range(first, last):
+                if not finite:
+                    y[head, e] = _F(np.nan)
+                elif scale == _ZERO:
+                    y[head, e] = _ZERO
+                else:
+                    y[head, e] = scale * ((x[head, e] / scale + _ROUND) - _ROUND)
     return y
 
 

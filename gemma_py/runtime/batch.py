@@ -11,6 +11,7 @@ from gemma_py.kernels.attention_layout import scratch_size
 from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.experts import lists_size
 from gemma_py.kernels.intrinsics import array_from_address
+from gemma_py.kernels.kv_rows import row_size
 from gemma_py.kernels.matmul import TILE_ROWS_MULTIPLE, CodedRows, unpack_buffer_sizes
 from gemma_py.kernels.memory import aligned
 from gemma_py.kernels.panels import INPUT_BLOCK, UnpackBuffer
@@ -142,11 +143,11 @@ def unpack_buffer_of(scratch, worker, workers):
 
 @inlined
 def kv_rows_of(op, ring, kv_type):
-    """Return the keys and the values of one sequence and layer, [G * capacity * E] each, without copying.
+    """Return the keys and the values of one sequence and layer, [G * capacity * row size] each, without copying.
 
     ring: the entry of `Batch.tables` for this sequence and layer.
     """
-    size = op[p.KV_HEADS] * ring[c.ROWS] * op[p.WIDTH]
+    size = op[p.KV_HEADS] * ring[c.ROWS] * row_size(kv_type, op[p.WIDTH])
     return array_from_address(ring[c.KEYS], size, kv_type), array_from_address(ring[c.VALUES], size, kv_type)
 
 

@@ -1,9 +1,10 @@
 """The KV cache of one sequence. Layers with a sliding window have a ring buffer; layers with full attention have arrays
 that grow.
 
-The keys and the values of a layer are [G, capacity, E] each. Position t is stored in row t % capacity of every head. A
-ring has at least window + chunk - 1 rows, so that a chunk never overwrites a row that a query of this chunk reads. With
-`keep` additional rows, a session can remove its last `keep` tokens without computing any KV rows again.
+The keys and the values of a layer are [G, capacity, row size] each (see kv_types.py). Position t is stored in row
+t % capacity of every head. A ring has at least window + chunk - 1 rows, so that a chunk never overwrites a row that a query
+of this chunk reads. With `keep` additional rows, a session can remove its last `keep` tokens without computing any KV rows
+again.
 
 A chunk may end with guesses, which sampling later accepts or rejects. A pass stores the KV rows of guesses too, but commits only
 the tokens before the guesses. `accept` then commits the guesses that sampling chose. A rejected guess needs no rollback: its
@@ -21,11 +22,9 @@ from gemma_py.errors import ContextError, InputError
 from gemma_py.formats.floats import bytes_for_digest
 from gemma_py.kernels.memory import aligned
 from gemma_py.models.config import Config, Layer
+from gemma_py.runtime.kv_types import KV_TYPES
 
 KEYS, VALUES, ROWS = range(3)  # columns of Cache.addresses
-# The dtypes of KV rows. bfloat16 is stored as its bit pattern in uint16.
-KV_TYPES: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16}
-NAN: dict[type, float | int] = {np.float32: np.nan, np.uint16: 0x7FC0}
 _SPARE = 512  # the number of spare rows when the arrays of a layer with full attention grow
 _UNBOUNDED = 1 << 40  # more tokens than any context has
 
@@ -80,12 +79,7 @@ def rows_needed(config: Config, tokens: int, chunk: int, keep: int = 0) -> list[
 
 def bytes_needed(config: Config, kv: str, tokens: int, chunk: int, keep: int = 0) -> int:
     rows = zip(config.kv_layers, rows_needed(config, tokens, chunk, keep), strict=True)
-    numbers = sum(2 * layer.num_key_value_heads * layer.head_dim * count for layer, count in rows)
-    return numbers * np.dtype(KV_TYPES[kv]).itemsize
-
-
-def _as_f32(rows: np.ndarray) -> np.ndarray:
-    return rows if rows.dtype == np.float32 else (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return sum(2 * layer.num_key_value_heads * KV_TYPES[kv].row_bytes(layer.head_dim) * count for layer, count in rows)
 
 
 def _runs(first: int, end: int, *rings: int) -> Iterator[tuple[int, int]]:
@@ -124,7 +118,7 @@ class Cache:
     def __init__(self, config: Config, poison: bool = False, kv: str = "float32", keep: int = 0) -> None:
         """Create an empty cache. keep: the most tokens that `rewind` must be able to remove."""
         self.config, self.poison, self.keep = config, poison, keep
-        self.dtype = KV_TYPES[kv]
+        self.kv = KV_TYPES[kv]
         self.ids: list[int] = []
         self._guesses: list[int] = []  # tokens after `ids` whose rows are stored, but not committed
         self._first = [0] * len(config.kv_layers)  # for each layer, the first position whose row `restore` stored
@@ -132,7 +126,12 @@ class Cache:
         self._highest = 0
         self._room = 0, 0  # (tokens, chunk): there are KV rows for this many tokens, in passes of up to `chunk` tokens
         layers = [
-            Rows(*(np.empty((layer.num_key_value_heads, 0, layer.head_dim), self.dtype) for _ in range(2)))
+            Rows(
+                *(
+                    np.empty((layer.num_key_value_heads, 0, self.kv.row_size(layer.head_dim)), self.dtype)
+                    for _ in range(2)
+                )
+            )
             for layer in config.kv_layers
         ]
         # The arrays and the table of their addresses are one attribute. If they were two, Ctrl-C between the assignments
@@ -140,6 +139,10 @@ class Cache:
         self._allocation = layers, np.zeros((len(layers), 3), np.int64)
         self.abandoned = False
         self.hidden: HiddenStates | None = None  # of the last pass, if the runner keeps them
+
+    @property
+    def dtype(self) -> type:
+        return self.kv.dtype
 
     @property
     def layers(self) -> list[Rows]:
@@ -238,11 +241,11 @@ class Cache:
     def _reallocate(self, number: int, capacity: int) -> None:
         """Copy a layer's rows to new arrays of this capacity, and free the layer's old arrays."""
         old, oldest = self.layers[number], self._oldest(number)
-        G, _, E = old.keys.shape
-        new = Rows(*(aligned(G * capacity * E, self.dtype).reshape(G, capacity, E) for _ in range(2)))
+        G, _, size = old.keys.shape
+        new = Rows(*(aligned(G * capacity * size, self.dtype).reshape(G, capacity, size) for _ in range(2)))
         for source, rows in zip(old, new, strict=True):
             if self.poison:
-                rows[:] = NAN[self.dtype]
+                rows[:] = self.kv.poison
             for first, count in _runs(oldest, self.position + len(self._guesses), old.capacity, capacity):
                 at = first % old.capacity
                 rows[:, first % capacity :][:, :count] = source[:, at : at + count]
@@ -270,15 +273,16 @@ class Cache:
 
     def rows(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys and values of a layer that later queries attend to, as f32 [positions, G, E] each."""
-        layer = self.layers[number]
+        layer, E = self.layers[number], self.config.kv_layers[number].head_dim
         slots = self._committed(number) % max(1, layer.capacity)
-        return _as_f32(layer.keys[:, slots].transpose(1, 0, 2)), _as_f32(layer.values[:, slots].transpose(1, 0, 2))
+        keys, values = (self.kv.floats(rows[:, slots].transpose(1, 0, 2), E) for rows in layer)
+        return keys, values
 
     def digest(self) -> list[str]:
         return [digest(*self.rows(number)) for number in range(len(self.config.kv_layers))]
 
     def copy_block(self, first: int, last: int, copy: np.ndarray) -> None:
-        """Copy the rows of positions first .. last - 1 to `copy`, layer by layer: keys, then values, [G, positions, E]."""
+        """Copy the rows of positions first .. last - 1 to `copy`, layer by layer: keys, then values, [G, positions, row size]."""
         at = 0
         for layer in self.layers:
             assert self.position - first <= layer.capacity
@@ -291,7 +295,7 @@ class Cache:
     def raw_rows(self, number: int, since: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a layer's stored keys and values for the positions to which tokens at `since` and later attend.
 
-        The two arrays are [G, positions, E], in the dtype of the cache.
+        The two arrays are [G, positions, row size], in the dtype of the cache.
         """
         positions = np.arange(first_readable(self.config.kv_layers[number], since), self.position)
         layer = self.layers[number]
@@ -322,14 +326,14 @@ class Cache:
     def _check_restorable(self, number: int, position: int, layer_rows: Sequence[np.ndarray]) -> None:
         if number >= len(self.layers):
             raise InputError(f"the KV rows should have {len(self.layers)} layers, found more")
-        G, _, E = self.layers[number].keys.shape
+        G, _, size = self.layers[number].keys.shape
         least = position - first_readable(self.config.kv_layers[number], position)
         found = [(getattr(rows, "dtype", None), np.shape(rows)) for rows in layer_rows]
         dtype, shape = found[0]
-        fits = dtype == self.dtype and len(shape) == 3 and shape[::2] == (G, E) and least <= shape[1] <= position
+        fits = dtype == self.dtype and len(shape) == 3 and shape[::2] == (G, size) and least <= shape[1] <= position
         if not fits or found[1:] != found[:1]:
             raise InputError(
-                f"the keys and values of layer {number} should be {np.dtype(self.dtype)} [{G}, {least} to {position}, {E}], "
+                f"the keys and values of layer {number} should be {np.dtype(self.dtype)} [{G}, {least} to {position}, {size}], "
                 f"found {' and '.join(f'{dtype} {list(shape)}' for dtype, shape in found)}"
             )
 
@@ -357,4 +361,4 @@ class Cache:
         for number, layer in enumerate(self.layers):
             stale = np.setdiff1d(np.arange(layer.capacity), self._intact(number) % max(1, layer.capacity))
             for rows in layer:
-                rows[:, stale] = NAN[self.dtype]
+                rows[:, stale] = self.kv.poison

@@ -30,9 +30,9 @@ from gemma_py.kernels.decorator import CACHE
 from gemma_py.kernels.simd.target import TARGET
 from gemma_py.progress import ReportProgress, no_report
 from gemma_py.runtime.batch import Batch, new_scratch
-from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.cells import make_cells
 from gemma_py.runtime.forward import forward
+from gemma_py.runtime.kv_types import KV_TYPES
 from gemma_py.runtime.phases import attention_phase, rows_phase, scores_phase, trace_phase
 from gemma_py.runtime.products import matmul_phase
 from gemma_py.runtime.program import ModelTables, Sizes
@@ -85,7 +85,7 @@ def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
         ),
         new_scratch(Sizes(1, 1, 1, 2, 0, 0, 0, 0), 1, 1),
         Batch(i64, i64.reshape(2, 0), i64.reshape(2, 0), i64.reshape(2, 0, 3), i64.reshape(0, 2), i64.reshape(0, 0, 3),
-              np.empty(0, KV_TYPES[kv]), np.empty(0, np.float32)),
+              np.empty(0, KV_TYPES[kv].dtype), np.empty(0, np.float32)),
         NO_TRACE, 0, 0,
     )  # fmt: skip
     count = len(inspect.signature(kernel.py_func).parameters)

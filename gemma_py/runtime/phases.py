@@ -14,6 +14,7 @@ import numpy as np
 from gemma_py.kernels.attention import attend, attend_columns, columns_of_part, score_keys
 from gemma_py.kernels.attention_layout import LANES, QUERY_BLOCK, AttentionParams, Ring
 from gemma_py.kernels.decorator import inlined, phase
+from gemma_py.kernels.kv_rows import row_size
 from gemma_py.models.program import STORE
 from gemma_py.runtime import cache as c
 from gemma_py.runtime import program as p
@@ -79,7 +80,8 @@ def rows_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
 @inlined
 def _ring_of(op, keys, values, capacity):
     G, E = op[p.KV_HEADS], op[p.WIDTH]
-    return Ring(keys, values, 0, capacity, E, capacity * E, G, E)
+    stride = row_size(keys, E)
+    return Ring(keys, values, 0, capacity, stride, capacity * stride, G, E)
 
 
 @inlined

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gemma_py.models.config import Config
-from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed, first_readable
+from gemma_py.runtime.cache import Cache, bytes_needed, first_readable
+from gemma_py.runtime.kv_types import KV_TYPES
 
 BLOCK_TOKENS = 16
 _ROOT = 0
@@ -38,11 +39,13 @@ class PrefixCache:
         self.hits = self.misses = self.hit_tokens = 0  # hits and misses count requests
         # blocks in the order of their last use
         self._blocks: OrderedDict[tuple[int, bytes], _Block] = OrderedDict()
-        self._last_number = _ROOT
+        self._last_number, self._kv = _ROOT, KV_TYPES[kv]
         self._block_bytes = bytes_needed(config, kv, BLOCK_TOKENS, BLOCK_TOKENS)
         # The whole budget is one allocation, because many small ones would fragment memory. Slots that are never
         # written take no physical memory.
-        self._rows: np.ndarray = np.empty((budget // self._block_bytes, self._block_bytes), np.uint8).view(KV_TYPES[kv])
+        self._rows: np.ndarray = np.empty((budget // self._block_bytes, self._block_bytes), np.uint8).view(
+            self._kv.dtype
+        )
         self._free = list(range(len(self._rows) - 1, -1, -1))
 
     @property
@@ -128,18 +131,18 @@ class PrefixCache:
             self._blocks.move_to_end((parents[index], _tokens(ids, index)))
 
     def _rows_of(self, config: Config, path: Sequence[_Block]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield each layer's keys and values, [G, positions, E], for a token that follows the chain of blocks `path`.
+        """Yield each layer's keys and values, [G, positions, row size], for a token that follows the chain of blocks `path`.
 
         The rows begin at the beginning of a block, at or before the first position to which the token attends.
         """
         at = 0
         for layer in config.kv_layers:
-            G, E = layer.num_key_value_heads, layer.head_dim
+            G, size = layer.num_key_value_heads, self._kv.row_size(layer.head_dim)
             needed = path[min(first_readable(layer, len(path) * BLOCK_TOKENS) // BLOCK_TOKENS, len(path) - 1) :]
-            rows = self._rows[[block.slot for block in needed], at : at + 2 * G * BLOCK_TOKENS * E]
-            keys, values = rows.reshape(-1, 2, G, BLOCK_TOKENS, E).transpose(1, 2, 0, 3, 4).reshape(2, G, -1, E)
+            rows = self._rows[[block.slot for block in needed], at : at + 2 * G * BLOCK_TOKENS * size]
+            keys, values = rows.reshape(-1, 2, G, BLOCK_TOKENS, size).transpose(1, 2, 0, 3, 4).reshape(2, G, -1, size)
             yield keys, values
-            at += 2 * G * BLOCK_TOKENS * E
+            at += 2 * G * BLOCK_TOKENS * size
 
 
 def _tokens(ids: Sequence[int], index: int) -> bytes:

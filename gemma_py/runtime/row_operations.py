@@ -8,6 +8,7 @@ import numpy as np
 
 from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.experts import mix_rows, route_rows
+from gemma_py.kernels.kv_rows import row_size, store_row
 from gemma_py.kernels.matmul import FloatPanels
 from gemma_py.kernels.panels import CodePanels
 from gemma_py.kernels.pooling import mean_rows
@@ -31,7 +32,6 @@ from gemma_py.kernels.rows import (
     sparsify_rows,
     tanh_rows,
 )
-from gemma_py.kernels.simd.vectors import store_scalar
 from gemma_py.models import program as o
 from gemma_py.runtime import cache as c
 from gemma_py.runtime import program as p
@@ -65,14 +65,13 @@ def _embed(model, op, token, y, at, unpacked):
 
 
 @inlined
-def _store_row(op, keys, values, capacity, position, k, v, t):
-    """Copy row t of k and v, [T, G, E], to the row of the token's position in `keys` and `values`, [G, capacity, E]."""
+def _store_token(op, keys, values, capacity, position, k, v, t):
+    """Store row t of k and v, [T, G, E], as the rows of the token's position in `keys` and `values`, [G, capacity, row]."""
     G, E = op[p.KV_HEADS], op[p.WIDTH]
     for g in range(G):
-        to, source = (g * capacity + position % capacity) * E, (t * G + g) * E
-        for e in range(E):
-            store_scalar(keys, to + e, k[source + e])
-            store_scalar(values, to + e, v[source + e])
+        to, source = (g * capacity + position % capacity) * row_size(keys, E), (t * G + g) * E
+        store_row(keys, to, E, k, source)
+        store_row(values, to, E, v, source)
 
 
 @inlined
@@ -148,7 +147,7 @@ def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, 
         kv_entry = batch.tables[sequence, op[p.KV]]
         keys, values = kv_rows_of(op, kv_entry, batch.kv_type)
         for t in range(first, last):
-            _store_row(op, keys, values, kv_entry[c.ROWS], positions[t], x, second, t)
+            _store_token(op, keys, values, kv_entry[c.ROWS], positions[t], x, second, t)
 
 
 @inlined

@@ -29,6 +29,7 @@ from gemma_py.kernels import peak as kernels
 from gemma_py.models.families import config_from_hf
 from gemma_py.models.program import MATMUL
 from gemma_py.runtime import program
+from gemma_py.runtime.kv_types import KV_TYPES
 from gemma_py.runtime.team import Team
 from gemma_py.weights.tensors import CodeMatrix, StoredMatrix
 
@@ -60,7 +61,7 @@ def test_cost_by_hand(tiny_engine: gemma_py.Engine) -> None:
     """D = 64, L = 7, H = 4, G = 2, E = 32, F = 128, V = 1536; window 16, but layer 5 has full attention; bfloat16
     weights.
     """
-    cost = run_cost(tiny_engine.program, 4, 0, [3, 1]).sum(0)
+    cost = run_cost(tiny_engine.program, KV_TYPES["float32"], 0, [3, 1]).sum(0)
     layer = 64 * 32 * (4 + 2 + 2 + 4) + 3 * 64 * 128
     assert cost[FLOP] == 4 * 7 * 2 * layer + 2 * 2 * 64 * 1536 + 7 * 4 * 4 * 32 * (1 + 2 + 3 + 4)
     assert cost[BYTES] == 2 * 2 * (7 * layer + 64 * 1536) + 7 * 2 * 2 * 32 * 4 * (3 + 4)

@@ -47,7 +47,7 @@ def quantised(request: pytest.FixtureRequest, ggufs: dict[str, Path]) -> Path:
     return ggufs[request.param]
 
 
-@pytest.mark.parametrize("kv", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "q8_0"])
 @pytest.mark.parametrize("name", WIDE)
 def test_embeddings_match_the_reference(ggufs: dict[str, Path], tmp_path: Path, name: str, kv: str) -> None:
     tiny.write(WIDE[name], tmp_path, 3)

@@ -31,6 +31,7 @@ from gemma_py.runtime import batch as batches
 from gemma_py.runtime import phases, program, row_operations
 from gemma_py.runtime import runner as runners
 from gemma_py.runtime.fault_injection import FaultPlan
+from gemma_py.runtime.kv_types import KV_TYPES
 from gemma_py.runtime.runner import SequenceInput
 
 THREADS = (1, 2, 3, 4, 8)
@@ -94,7 +95,7 @@ def test_formats_mixed_within_a_layer_match_the_reference(tmp_path: Path) -> Non
             assert want.same(engine, sizes)
 
 
-@pytest.mark.parametrize("kv", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv", KV_TYPES)
 @pytest.mark.parametrize("workers", [2, 3, 5])
 def test_positions_that_workers_share_match_the_reference(tmp_path: Path, workers: int, kv: str) -> None:
     tiny.write(SHARED, tmp_path, 6)
@@ -126,22 +127,23 @@ def test_random_shapes_match_the_reference(tmp_path_factory: pytest.TempPathFact
     if family is tiny._gemma1:
         shape.pop("sliding_window")
         shape.pop("query_pre_attn_scalar")
-    path = tmp_path_factory.mktemp("drawn")
+    path, kv = tmp_path_factory.mktemp("drawn"), draw(st.sampled_from(["float32", "q8_0"]))
     tiny.write(
         tiny.Variant(family(**shape), dtype=draw(st.sampled_from(["F32", "BF16"]))), path, draw(st.integers(1, 99))
     )
-    with opened(path, draw(st.integers(1, 4)), FaultPlan(seed=draw(st.integers(0, 1000)))) as engine:
+    with opened(path, draw(st.integers(1, 4)), FaultPlan(seed=draw(st.integers(0, 1000))), kv=kv) as engine:
         want = Expected(engine, prompt(engine.config, draw(st.integers(1, 90))))
         assert want.same(engine, draw(st.lists(st.integers(1, 90), min_size=1, max_size=4)))
 
 
+@pytest.mark.parametrize(("kv", "dtype"), [("bfloat16", np.uint16), ("q8_0", np.int8)])
 @pytest.mark.parametrize("name", ["gemma1-multi-head", "gemma2", "gemma3", "gemma3-multi-query"])
-def test_bfloat16_rows_match_their_reference(checkpoints: dict[str, Path], name: str) -> None:
-    with opened(checkpoints[name], 2, kv="bfloat16") as engine:
+def test_rounded_rows_match_their_reference(checkpoints: dict[str, Path], name: str, kv: str, dtype: type) -> None:
+    with opened(checkpoints[name], 2, kv=kv) as engine:
         want = Expected(engine, prompt(engine.config, TOKENS))
         rows = engine.session()
         rows.prefill(want.ids)
-        assert {part.dtype for pair in rows.raw_kv_rows(rows.position) for part in pair} == {np.dtype(np.uint16)}
+        assert {part.dtype for pair in rows.raw_kv_rows(rows.position) for part in pair} == {np.dtype(dtype)}
         for sizes in ([TOKENS], [1], [7, 12]):
             assert want.same(engine, sizes)
 

@@ -85,7 +85,7 @@ def same_as_the_specification(engine: gemma_py.Engine, lengths: tuple[int, ...] 
     return same
 
 
-@pytest.mark.parametrize("kv", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "q8_0"])
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_match_the_specification(checkpoints: dict[str, Path], tmp_path: Path, name: str, kv: str) -> None:
     with opened(checkpoints, name, tmp_path, kv=kv) as engine:

@@ -55,7 +55,7 @@ def test_a_hit_matches_a_cold_start(checkpoints: dict[str, Path], name: str) -> 
             assert warm.digest() == cold.digest()
 
 
-@pytest.mark.parametrize("kv", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "q8_0"])
 def test_prepare_allocates_exactly_what_is_needed(kv: str) -> None:
     with gemma_py.load(TINY, kv=kv) as engine:
         for tokens, chunk in ((1, 1), (30, 512), (300, 7), (300, 512)):

@@ -63,7 +63,7 @@ def test_shards_match_the_reference(checkpoints: dict[str, Path], name: str, sha
             assert want.same(engine, [33], all_logits=False)
 
 
-@pytest.mark.parametrize("kv", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "q8_0"])
 @pytest.mark.parametrize("name", ["gemma3", "gemma4-e2b", "gemma4-dense"])
 def test_requests_in_one_pass_match_the_reference(checkpoints: dict[str, Path], name: str, kv: str) -> None:
     with opened(checkpoints[name], 2, kv=kv) as engine:

@@ -49,7 +49,7 @@ def verifies(engine: gemma_py.Engine, want: Expected, seed: int, keep: int = 0) 
     return same and session.kv_digest() == want.digest
 
 
-CASES = [("gemma2", "float32"), ("gemma3", "float32"), ("gemma3", "bfloat16"), ("gemma3-multi-query", "float32"),
+CASES = [("gemma2", "float32"), ("gemma3", "float32"), ("gemma3", "bfloat16"), ("gemma3-multi-query", "q8_0"),
          ("gemma3n-wrapped", "float32"), ("gemma4-e2b", "bfloat16")]  # fmt: skip
 
 

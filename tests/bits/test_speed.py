@@ -14,6 +14,7 @@ from repository import TINY, child_environment
 
 import gemma_py
 from gemma_py.checks.cost import BYTES, pass_cost
+from gemma_py.runtime.kv_types import KV_TYPES
 from gemma_py.runtime.profile import Profile
 from gemma_py.weights.pack import matrix_bytes
 
@@ -81,7 +82,7 @@ def test_a_token_reads_the_arenas_once(models: dict[str, gemma_py.Engine], name:
     assert sum(matrix_bytes(packed, number) for number in range(len(packed.matrices))) == sum(arenas)
     unread = matrix_bytes(packed, 0) if name == "untied" else 0  # matrix 0 is the embedding
     rows = sum(2 * layer.num_key_value_heads * layer.head_dim * 4 for layer in engine.config.layers)
-    assert pass_cost(engine.program, 4, 0, 1)[:, BYTES].sum() == sum(arenas) - unread + rows
+    assert pass_cost(engine.program, KV_TYPES["float32"], 0, 1)[:, BYTES].sum() == sum(arenas) - unread + rows
 
 
 # Prints how many kernels came from the disk and how many were compiled, in a process with filled caches.

@@ -83,7 +83,7 @@ def test_digests_beyond_the_phases_are_compared(traced: dict[str, Any]) -> None:
 def test_the_identity_sees_config_and_weights(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     def of(path: Path) -> dict[str, str]:
         with gemma_py.load(path, threads=1) as engine:
-            return trace_file.identity(engine.checkpoint, engine.quant)
+            return trace_file.identity(engine)
 
     again, other = tmp_path / "again", tmp_path / "other"
     tiny.write(tiny.VARIANTS["gemma3"], again, seed=1)

@@ -23,7 +23,11 @@ GENERATING = [name for name, variant in WIDE.items() if not tiny.is_embedding(va
 @pytest.mark.parametrize("name", GENERATING)
 @pytest.mark.parametrize(
     ("quant", "kv"),
-    [("F32", "bfloat16"), *((quant, kv) for quant in ("Q8_0", "Q4_0") for kv in ("float32", "bfloat16"))],
+    [
+        ("F32", "bfloat16"),
+        *((quant, kv) for quant in ("Q8_0", "Q4_0") for kv in ("float32", "bfloat16")),
+        ("Q4_0", "q8_0"),
+    ],
 )
 def test_every_way_of_a_pass_matches_the_reference(tmp_path: Path, name: str, quant: str, kv: str) -> None:
     """Passes differ in threads, chunks (single tokens, and around the ring's size), sequences in a pass, and schedules."""

@@ -11,7 +11,7 @@ from gemma_py.errors import InputError, WorkerError
 
 
 @pytest.mark.parametrize("name", ["gemma1-multi-query", "gemma2-no-caps", "gemma3", "gemma3-multi-query"])
-@pytest.mark.parametrize("kv", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "q8_0"])
 def test_a_rewound_session_matches_a_fresh_one(checkpoints: dict[str, Path], name: str, kv: str) -> None:
     """Random prefills and rewinds give the bits of one prefill. Rows that must not be read are NaN."""
     rng = random.Random(name)

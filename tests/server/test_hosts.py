@@ -188,7 +188,7 @@ def test_a_bit_that_differs_on_one_host_is_named(tmp_path: Path) -> None:
     with gemma_py.load(TINY) as engine:
         ids = verify.prompt(40, engine.config.vocab_size)
         trace = trace_document(engine, ids)
-    found = {host.name: found for host, found in differences(hosts, TraceJob(str(TINY), None, ids), trace)}
+    found = {host.name: found for host, found in differences(hosts, TraceJob(str(TINY), None, "float32", ids), trace)}
     assert found["first"] is None
     assert str(found["second"]) == "second and this machine differ, first in layer 2, down, positions 0 to 15"
     assert all(channel.process.poll() is not None for _, channel in started)
@@ -199,7 +199,7 @@ def test_a_host_that_cannot_trace_is_named(tmp_path: Path) -> None:
         ids = verify.prompt(8, engine.config.vocab_size)
         trace = trace_document(engine, ids)
     with pytest.raises(ComputationError, match=r"first: .*nowhere: no such file or directory"):
-        list(differences([FakeHost("first")], TraceJob(str(tmp_path / "nowhere"), None, ids), trace))
+        list(differences([FakeHost("first")], TraceJob(str(tmp_path / "nowhere"), None, "float32", ids), trace))
 
 
 def test_shards_with_code_for_another_processor_give_equal_bits(

@@ -14,6 +14,7 @@ from tiny_models import VARIANTS
 import gemma_py
 from gemma_py.catalog import catalogue, resolve
 from gemma_py.generate.core import Generation, TopLogprobs
+from gemma_py.runtime.kv_types import KV_TYPES
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -88,7 +89,21 @@ def test_quant(run: Run, checkpoints: dict[str, Path]) -> None:
     trace = path.parent / "trace.json"
     assert run(*verify, "--quant", "q8_0", "--trace", trace)[0] == 0
     assert run(*verify, "--quant", "q8_0", "--against", trace)[0] == 0
-    assert "another model or quant" in run(*verify, "--against", trace)[2]
+    assert "another model, --quant or --kv" in run(*verify, "--against", trace)[2]
+
+
+def test_kv(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "ids.json").write_text(json.dumps(list(range(3, 60))))
+    score = ("score", TINY, "--ids", tmp_path / "ids.json", "--json", "--kv")
+    assert len({json.loads(run(*score, kv)[1])["mean_nll"] for kv in KV_TYPES}) == 3
+    code, out, err = run(*score, "q4_0")
+    assert (code, out) == (1, "") and err.count("\n") == 1
+    assert "kv should be one of float32, bfloat16, q8_0, found 'q4_0'" in err
+    verify = ("verify", TINY, "--threads", "1", "--chunks", "5", "--tokens", "9", "--reference", "9")
+    trace = tmp_path / "trace.json"
+    assert run(*verify, "--kv", "q8_0", "--trace", trace)[0] == 0
+    assert run(*verify, "--kv", "q8_0", "--against", trace)[0] == 0
+    assert "another model, --quant or --kv" in run(*verify, "--against", trace)[2]
 
 
 def test_generate_draws(run: Run) -> None:

@@ -16,6 +16,7 @@ from gemma_py.models import families
 from gemma_py.models.config import Config
 from gemma_py.models.program import WANTED
 from gemma_py.runtime import program as linking
+from gemma_py.runtime.kv_types import KV_TYPES
 from gemma_py.weights.checkpoint import open_checkpoint
 from gemma_py.weights.pack import PackingPlan
 
@@ -192,7 +193,9 @@ def test_prompt_rows_take_this_share_of_the_work_of_all_layers(name: str, most: 
     layers = replace(linked, model=linked.model._replace(ops=ops[ops[:, linking.LAYER] < len(config.layers)]))
     every = layers.model.ops.copy()
     every[every[:, linking.ROWS_OF] == WANTED, linking.ROWS_OF] = 0
-    needed = pass_cost(layers, 4, 0, 512)[:, FLOP].sum()
-    whole = pass_cost(replace(layers, model=layers.model._replace(ops=every)), 4, 0, 512)[:, FLOP].sum()
+    needed = pass_cost(layers, KV_TYPES["float32"], 0, 512)[:, FLOP].sum()
+    whole = pass_cost(replace(layers, model=layers.model._replace(ops=every)), KV_TYPES["float32"], 0, 512)[
+        :, FLOP
+    ].sum()
     print(f"{name}: {needed / whole:.1%} of the layers' work")
     assert needed <= most * whole

@@ -83,13 +83,23 @@ def widen_bf16(builder, bf16, lanes):
 def load_f32(context, builder, sig, args):
     if sig.args[0].dtype == types.float32:
         return load_value(context, builder, sig, args, F32, 4)
-    word = builder.zext(load_value(context, builder, sig, args, I16, 2), I32)
+    if sig.args[0].dtype == types.int8:
+        return builder.sitofp(load_value(context, builder, sig, args, I8, 1), F32)
+    return load_bf16_as_f32(context, builder, sig, args)
+
+
+def load_bf16_as_f32(context, builder, sig, args):
+    align = 1 if sig.args[0].dtype == types.int8 else 2
+    word = builder.zext(load_value(context, builder, sig, args, I16, align), I32)
     return builder.bitcast(builder.shl(word, ir.Constant(I32, 16)), F32)
 
 
 def load_f32_vector(context, builder, sig, args):
     if sig.args[0].dtype == types.float32:
         return load_value(context, builder, sig, args, f32x16.llvm, 4)
+    if sig.args[0].dtype == types.int8:
+        codes = load_value(context, builder, sig, args, ir.VectorType(I8, 16), 1)
+        return builder.sitofp(builder.sext(codes, i32x16.llvm), f32x16.llvm)
     return widen_bf16(builder, load_value(context, builder, sig, args, ir.VectorType(I16, 16), 2), 16)
 
 

@@ -17,6 +17,7 @@ from gemma_py.kernels.simd.builders import (
     i32x16,
     is_flat,
     lane_mask,
+    load_bf16_as_f32,
     load_f32,
     load_f32_vector,
     masked_store,
@@ -32,9 +33,9 @@ from gemma_py.kernels.simd.builders import (
 def load(typing, array, index):
     """Load array[index : index + 16] as f32.
 
-    array: f32, or uint16 that holds bfloat16
+    array: f32, uint16 that holds bfloat16, or int8
     """
-    if not is_flat(array, types.float32, types.uint16):
+    if not is_flat(array, types.float32, types.uint16, types.int8):
         return None
 
     return f32x16(array, types.intp), load_f32_vector
@@ -87,9 +88,9 @@ def store_partial(typing, array, index, value, count):
 def load_scalar(typing, array, index):
     """Load array[index] as f32.
 
-    array: f32, or uint16 that holds bfloat16
+    array: f32, uint16 that holds bfloat16, or int8
     """
-    if not is_flat(array, types.float32, types.uint16):
+    if not is_flat(array, types.float32, types.uint16, types.int8):
         return None
     return types.float32(array, types.intp), load_f32
 
@@ -98,14 +99,17 @@ def load_scalar(typing, array, index):
 def store_scalar(typing, array, index, value):
     """Store a float to array[index].
 
-    array: f32, or uint16 that holds bfloat16 (rounded to nearest, ties to even; NaN becomes a quiet NaN)
+    array: f32, uint16 that holds bfloat16 (rounded to nearest, ties to even; NaN becomes a quiet NaN), or int8 (the
+    float must be a whole number from -128 to 127)
     """
-    if not is_flat(array, types.float32, types.uint16) or value != types.float32:
+    if not is_flat(array, types.float32, types.uint16, types.int8) or value != types.float32:
         return None
 
     def codegen(context, builder, sig, args):
         value = args[2]
-        if sig.args[0].dtype == types.uint16:
+        if sig.args[0].dtype == types.int8:
+            value = builder.fptosi(value, I8)
+        elif sig.args[0].dtype == types.uint16:
             word = builder.bitcast(value, I32)
             high = builder.lshr(word, ir.Constant(I32, 16))
             odd = builder.and_(high, ir.Constant(I32, 1))
@@ -114,10 +118,42 @@ def store_scalar(typing, array, index, value):
             value = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
             value = builder.trunc(value, I16)
         pointer = element_pointer(context, builder, sig.args[0], args[0], args[1], value.type)
-        builder.store(value, pointer).align = 4 if value.type == F32 else 2
+        builder.store(value, pointer).align = value.type.width // 8 if isinstance(value.type, ir.IntType) else 4
         return context.get_dummy_value()
 
     return types.void(array, types.intp, value), codegen
+
+
+@intrinsic
+def load_bf16(typing, array, index):
+    """Load the bfloat16 that begins at array[index], as f32. The array may have any dtype."""
+    return types.float32(array, types.intp), load_bf16_as_f32
+
+
+@intrinsic
+def store_bf16(typing, array, index, value):
+    """Store a float that is a bfloat16 to the two bytes from array[index] on. The array may have any dtype."""
+
+    def codegen(context, builder, sig, args):
+        word = builder.trunc(builder.lshr(builder.bitcast(args[2], I32), ir.Constant(I32, 16)), I16)
+        builder.store(word, element_pointer(context, builder, sig.args[0], args[0], args[1], I16)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32), codegen
+
+
+@intrinsic
+def holds_codes(typing, array):
+    """Return whether the dtype of an array is int8. The result is a constant, so LLVM removes the branch not taken."""
+    constant = ir.Constant(ir.IntType(1), int(array.dtype == types.int8))
+    return types.boolean(array), lambda context, builder, sig, args: constant
+
+
+@intrinsic
+def floats_of(typing, array, unpacked):
+    """Return `array`, or `unpacked` if the dtype of `array` is int8. The choice is made when a kernel is compiled."""
+    chosen = int(array.dtype == types.int8)
+    return (array, unpacked)[chosen](array, unpacked), lambda context, builder, sig, args: args[chosen]
 
 
 @intrinsic
