@@ -63,6 +63,7 @@ from gemma_py.kernels.simd.vectors import (
 from gemma_py.kernels.vector_math import exp, load_up_to, soft_cap, store_up_to
 
 _F = np.float32
+_FEW = 4  # so many queries have functions of their own, because a position often has no more queries
 _ZERO, _ONE, _INFINITY = _F(0.0), _F(1.0), _F(np.inf)
 
 
@@ -136,7 +137,7 @@ def _make_scores_by_key_lanes(queries):
     return scores_by_key_lanes
 
 
-_scores_of_four, _scores_of_more = _make_scores_by_key_lanes(4), _make_scores_by_key_lanes(KEY_LANE_QUERIES)
+_scores_of_four, _scores_of_more = _make_scores_by_key_lanes(_FEW), _make_scores_by_key_lanes(KEY_LANE_QUERIES)
 
 
 @inlined
@@ -154,7 +155,7 @@ def _make_scores(ring, base, begin, end, block, scratch, layout, ahead):
             row, to = base + slot * ring.row_stride, layout.scores + (t - begin) * QUERY_BLOCK + lane
             if block.used <= FEW_QUERIES and keys >= LANES and ring.E % 4 == 0:
                 keys = LANES
-                if block.used <= 4:
+                if block.used <= _FEW:
                     _scores_of_four(ring, row, scratch, layout.q, scratch, to, layout.rescale, ahead)
                 else:
                     for query in range(0, block.used, KEY_LANE_QUERIES):
@@ -220,7 +221,7 @@ def _make_add_values(rows, prefetches):
 
 
 _add_values_of_many, _add_values_of_one = _make_add_values(ROWS, False), _make_add_values(1, False)
-_add_values_and_prefetch = _make_add_values(ROWS, True)
+_add_values_and_prefetch, _add_values_of_few = _make_add_values(ROWS, True), _make_add_values(_FEW, True)
 
 
 @inlined
@@ -231,7 +232,11 @@ def _add_values_of_queries(ring, base, begin, t, stop, lane, used, block, scratc
     """
     weights, out = layout.scores + (t - begin) * QUERY_BLOCK + lane, layout.out + lane * ring.E
     left, right = block.left, block.right
-    if ahead > 0:
+    if used <= _FEW:
+        _add_values_of_few(
+            ring, base, t, stop - t, scratch, weights, layout.rescale + lane, out, used, left, right, ahead
+        )
+    elif ahead > 0:
         _add_values_and_prefetch(
             ring, base, t, stop - t, scratch, weights, layout.rescale + lane, out, used, left, right, ahead
         )

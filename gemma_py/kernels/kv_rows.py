@@ -24,6 +24,7 @@ from gemma_py.kernels.simd.vectors import (
     load_bf16,
     load_scalar,
     mul,
+    prefetch_to_l2,
     splat,
     store,
     store_bf16,
@@ -32,6 +33,7 @@ from gemma_py.kernels.simd.vectors import (
 
 BLOCK = 32
 _LANES = 16
+_LINE = 64  # bytes of a cache line
 _F = np.float32
 _LARGEST_CODE, _ROUND, _ZERO, _NAN = _F(127.0), _F(12582912.0), _F(0.0), _F(np.nan)
 _LARGEST_F32_BITS = np.int32(0x7F7FFFFF)
@@ -81,14 +83,12 @@ def _load_row(rows, at, E, left, right, out, to):
     rows: int8, read
     out: f32, written
     """
-    for block in range(left // BLOCK, (right + BLOCK - 1) // BLOCK):
-        scale = load_bf16(rows, at + E + 2 * block)
-        first, last = max(left, block * BLOCK), min(right, (block + 1) * BLOCK)
-        whole = last - (last - first) % _LANES
-        for e in range(first, whole, _LANES):
-            store(out, to + e, mul(load(rows, at + e), splat(scale)))
-        for e in range(whole, last):
-            out[to + e] = load_scalar(rows, at + e) * scale
+    whole = right - (right - left) % _LANES
+    for e in range(left, whole, _LANES):
+        scale = load_bf16(rows, at + E + 2 * (e // BLOCK))
+        store(out, to + e, mul(load(rows, at + e), splat(scale)))
+    for e in range(whole, right):
+        out[to + e] = load_scalar(rows, at + e) * load_bf16(rows, at + E + 2 * (e // BLOCK))
 
 
 @inlined
@@ -96,12 +96,14 @@ def readable_tile(ring, base, rows, begin, end, block, scratch, layout):
     """Return (ring, base) from which keys or values of positions begin .. end - 1 can be loaded as floats.
 
     If `rows`, which is ring.keys or ring.values, holds q8_0 rows, columns block.left .. block.right - 1 are unpacked to the
-    scratch. A tile begins at a multiple of TILE, so TILE unpacked rows are a ring of their own.
+    scratch, and the rows of the next tile are prefetched. A tile begins at a multiple of TILE, so TILE unpacked rows are a ring of their own.
     """
     keys, values = floats_of(ring.keys, scratch), floats_of(ring.values, scratch)
     if not holds_codes(rows):
         return Ring(keys, values, ring.start, ring.capacity, ring.row_stride, ring.head_stride, ring.G, ring.E), base
     for t in range(begin, end):
         row, to = base + t % ring.capacity * ring.row_stride, layout.unpacked + t % TILE * ring.E
+        for line in range(0, ring.row_stride, _LINE):
+            prefetch_to_l2(rows, row + TILE * ring.row_stride + line)
         _load_row(rows, row, ring.E, block.left, block.right, scratch, to)
     return Ring(keys, values, layout.unpacked, TILE, ring.E, 0, ring.G, ring.E), layout.unpacked
