@@ -6,7 +6,7 @@ column of an output. So every sum is one chain of additions: over ascending colu
 positions t for an output.
 
 A tile of keys also prefetches the next tile, a line after every few multiplications. A burst of prefetches would delay the
-loads that follow. In a full block, the multiplications of a tile take much longer than the loads, so there is no prefetch.
+loads that follow.
 
 Position t is stored in row t % capacity of the ring. The score of a key that a query does not see is discarded by a select.
 A multiplication by 0 would be wrong, because a row may hold anything, even NaN. Rows that no query of the block sees are
@@ -71,42 +71,35 @@ _ZERO, _ONE, _INFINITY = _F(0.0), _F(1.0), _F(np.inf)
 
 
 @inlined
-def _elements_ahead(ring, block, last):
-    """Return how many elements after a tile's rows the next tile begins, or 0 if the next tile is not to be prefetched.
+def _elements_ahead(ring, last):
+    """Return how many elements after a tile the next tile begins, or 0 if no tile is to be prefetched.
 
     last: whether this is the last tile
     """
-    return 0 if last or block.used == QUERY_BLOCK or holds_codes(ring.keys) else TILE * ring.row_stride
+    return 0 if last or holds_codes(ring.keys) else TILE * ring.row_stride
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 
-def _make_scores_by_query_lanes(prefetches):
-    """Return `scores_by_query_lanes`. It may also prefetch the keys of the next tile, which begin `ahead` elements later."""
+@inlined
+def _scores_by_query_lanes(ring, row, keys, q, q_at, out, at, ahead):
+    """Compute out[key, query] = sum over e of k[key, e] * q[e, query], e ascending, for COLUMNS queries.
 
-    @inlined
-    def scores_by_query_lanes(ring, row, keys, q, q_at, out, at, ahead):
-        """Compute out[key, query] = sum over e of k[key, e] * q[e, query], e ascending, for COLUMNS queries.
+    ahead: the next tile of keys, which is prefetched, begins so many elements later
 
-        A vector has one lane for each query, so that an element of a key is loaded once for all queries. ROWS keys are
-        computed at a time. If fewer keys are left, the last key is computed several times, and the surplus results go to
-        padding rows of `out`.
-        """
-        stride = ring.row_stride
-        for key in range(0, keys, ROWS):
-            k = row_offsets(row + key * stride, stride, keys - key, ROWS)
-            totals, later = zero_totals(k, VECTORS), row + key * stride + ahead
-            for e in range(ring.E):
-                if prefetches:
-                    prefetch_to_l2(ring.keys, later + e % ROWS * stride + e // ROWS * ROWS)
-                totals = add_products(ring.keys, k, e, q, q_at + e * COLUMNS, LANES, totals)
-            store_totals(out, row_offsets(at + key * QUERY_BLOCK, QUERY_BLOCK, ROWS, ROWS), 0, totals)
-
-    return scores_by_query_lanes
-
-
-_scores_by_query_lanes, _scores_and_prefetches = _make_scores_by_query_lanes(False), _make_scores_by_query_lanes(True)
+    A vector has one lane for each query, so that an element of a key is loaded once for all queries. ROWS keys are computed
+    at a time. If fewer keys are left, the last key is computed several times, and the surplus results go to padding rows of
+    `out`.
+    """
+    stride = ring.row_stride
+    for key in range(0, keys, ROWS):
+        k = row_offsets(row + key * stride, stride, keys - key, ROWS)
+        totals, later = zero_totals(k, VECTORS), row + key * stride + ahead
+        for e in range(ring.E):
+            prefetch_to_l2(ring.keys, later + e % ROWS * stride + e // ROWS * ROWS)
+            totals = add_products(ring.keys, k, e, q, q_at + e * COLUMNS, LANES, totals)
+        store_totals(out, row_offsets(at + key * QUERY_BLOCK, QUERY_BLOCK, ROWS, ROWS), 0, totals)
 
 
 def _make_scores_by_key_lanes(queries):
@@ -162,8 +155,6 @@ def _make_scores(ring, base, begin, end, block, scratch, layout, ahead):
                         _scores_of_more(
                             ring, row, scratch, layout.q + query, scratch, to + query, layout.rescale, ahead
                         )
-            elif ahead > 0:
-                _scores_and_prefetches(ring, row, keys, scratch, layout.q + lane * ring.E, scratch, to, ahead)
             else:
                 _scores_by_query_lanes(ring, row, keys, scratch, layout.q + lane * ring.E, scratch, to, ahead)
             t += keys
@@ -172,10 +163,8 @@ def _make_scores(ring, base, begin, end, block, scratch, layout, ahead):
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def _make_add_values(rows, prefetches):
-    """Return `add_values`, which computes `rows` queries at a time. It may also prefetch the values of the next tile, which
-    begin `ahead` elements later.
-    """
+def _make_add_values(rows):
+    """Return `add_values`, which computes `rows` queries at a time."""
 
     @inlined
     def add_values(ring, base, t, keys, scratch, weights, rescale, out, used, left, right, ahead):
@@ -200,9 +189,8 @@ def _make_add_values(rows, prefetches):
                 next_rows = ahead if query == 0 else 0
                 for key in range(until_wrap):
                     row = first + key * stride + e
-                    if prefetches:
-                        for line in range(0, COLUMNS, LANES):
-                            prefetch_to_l2(values, row + next_rows + line)
+                    for line in range(0, COLUMNS, LANES):
+                        prefetch_to_l2(values, row + next_rows + line)
                     totals = add_products(scratch, w, key * QUERY_BLOCK, values, row, LANES, totals)
                 for key in range(until_wrap, keys):
                     row = wrapped + key * stride + e
@@ -220,8 +208,11 @@ def _make_add_values(rows, prefetches):
     return add_values
 
 
-_add_values_of_many, _add_values_of_one = _make_add_values(ROWS, False), _make_add_values(1, False)
-_add_values_and_prefetch, _add_values_of_few = _make_add_values(ROWS, True), _make_add_values(_FEW, True)
+_add_values_of_many, _add_values_of_few, _add_values_of_one = (
+    _make_add_values(ROWS),
+    _make_add_values(_FEW),
+    _make_add_values(1),
+)
 
 
 @inlined
@@ -232,16 +223,11 @@ def _add_values_of_queries(ring, base, begin, t, stop, lane, used, block, scratc
     """
     weights, out = layout.scores + (t - begin) * QUERY_BLOCK + lane, layout.out + lane * ring.E
     left, right = block.left, block.right
+    rescale = layout.rescale + lane
     if used <= _FEW:
-        _add_values_of_few(
-            ring, base, t, stop - t, scratch, weights, layout.rescale + lane, out, used, left, right, ahead
-        )
-    elif ahead > 0:
-        _add_values_and_prefetch(
-            ring, base, t, stop - t, scratch, weights, layout.rescale + lane, out, used, left, right, ahead
-        )
+        _add_values_of_few(ring, base, t, stop - t, scratch, weights, rescale, out, used, left, right, ahead)
     else:
-        _add_values_of_many(ring, base, t, stop - t, scratch, weights, layout.rescale + lane, out, used, left, right, 0)
+        _add_values_of_many(ring, base, t, stop - t, scratch, weights, rescale, out, used, left, right, ahead)
     for query in range(lane, lane + used):
         scratch[layout.rescale + query] = _ONE
 
@@ -404,7 +390,7 @@ def _attend_block(q, ring, params, g, block, scores, scratch, out):
     start = begin
     while begin < stop:
         end = min(stop, (begin // TILE + 1) * TILE)
-        ahead = _elements_ahead(ring, block, end == stop)
+        ahead = _elements_ahead(ring, end == stop)
         if scores.shape[0] > 0:
             _copy_scores(scores, (begin - start) * LANES, end - begin, scratch, layout)
         else:
@@ -483,7 +469,7 @@ def score_keys(q, ring, params, g, origin, row, part, parts, scratch, scores):
     while begin < stop:
         end = min(stop, (begin // TILE + 1) * TILE)
         tile, at = readable_tile(ring, base, ring.keys, begin, end, block, scratch, layout)
-        _make_scores(tile, at, begin, end, block, scratch, layout, _elements_ahead(ring, block, end == stop))
+        _make_scores(tile, at, begin, end, block, scratch, layout, _elements_ahead(ring, end == stop))
         for key in range(end - begin):
             store(scores, (begin - start + key) * LANES, load(scratch, layout.scores + key * QUERY_BLOCK))
         begin = end

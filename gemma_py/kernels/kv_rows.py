@@ -96,7 +96,8 @@ def readable_tile(ring, base, rows, begin, end, block, scratch, layout):
     """Return (ring, base) from which keys or values of positions begin .. end - 1 can be loaded as floats.
 
     If `rows`, which is ring.keys or ring.values, holds q8_0 rows, columns block.left .. block.right - 1 are unpacked to the
-    scratch, and the rows of the next tile are prefetched. A tile begins at a multiple of TILE, so TILE unpacked rows are a ring of their own.
+    scratch, and the rows of the next tile are prefetched. A tile begins at a multiple of TILE, so TILE unpacked rows are a
+    ring of their own.
     """
     keys, values = floats_of(ring.keys, scratch), floats_of(ring.values, scratch)
     if not holds_codes(rows):
