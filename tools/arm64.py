@@ -226,7 +226,7 @@ def main() -> int:
     from gemma_py.catalog import DEFAULT_MODEL, resolve
 
     demo = "" if args.no_demo else str(resolve(DEFAULT_MODEL))
-    arguments = (str(work / "models"), "float32,bfloat16" if args.table else "float32", demo)
+    arguments = (str(work / "models"), "float32,bfloat16,q8_0" if args.table else "float32", demo)
     cpus = args.cpus or (TABLE if args.table else CPUS)
     # The download waits for the network while the first computation uses the processor.
     with ThreadPoolExecutor(2) as pool:

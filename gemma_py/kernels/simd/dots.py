@@ -16,7 +16,7 @@ from gemma_py.kernels.simd.builders import (
     shuffle,
     splat_scalar,
 )
-from gemma_py.kernels.simd.target import is_arm64, pair_instruction, uses_vnni
+from gemma_py.kernels.simd.target import is_arm64, multiplies_and_adds_pairs, pair_instruction, uses_vnni
 
 
 @intrinsic
@@ -35,13 +35,14 @@ def load_splat_pair_value(context, builder, array_type, array, index):
 
 
 def vnni_instruction(builder, instruction, a, b, total):
-    """Return total + a * b, computed by a VNNI instruction.
+    """Return total + a * b, computed by a VNNI instruction in registers of the width of `total`.
 
     The instruction is inline assembly. LLVM would replace a chain of VNNI intrinsics by twice as many other instructions.
     """
-    kind = ir.FunctionType(i32x16.llvm, [i32x16.llvm] * 3)
-    assembly = ir.InlineAsm(kind, f"{instruction} $2, $1, $0", "=v,v,v,0")
-    return builder.call(assembly, [builder.bitcast(a, i32x16.llvm), builder.bitcast(b, i32x16.llvm), total])
+    kind = ir.FunctionType(total.type, [total.type] * 3)
+    registers = "=v,v,v,0" if total.type == i32x16.llvm else "=x,x,x,0"  # AVX-VNNI has only registers 0 to 15
+    assembly = ir.InlineAsm(kind, f"{instruction} $2, $1, $0", registers)
+    return builder.call(assembly, [builder.bitcast(a, total.type), builder.bitcast(b, total.type), total])
 
 
 def dot_pairs_value(context, builder, a, b, total):
@@ -65,16 +66,16 @@ def dot_pairs_value(context, builder, a, b, total):
         return vnni_instruction(builder, "vpdpwssd", a, b, total)
     if lanes == LANES:
         return builder.add(total, call_llvm(builder, name, i32x16.llvm, [a, b]))
-    low, high = (
-        call_llvm(
-            builder,
-            name,
-            ir.VectorType(I32, lanes),
-            [shuffle(builder, whole, undefined, range(first, first + 16)) for whole in (a, b)],
-        )
-        for first in (0, 16)
-    )
-    return builder.add(total, shuffle(builder, low, high, range(16)))
+    halves = []
+    for first in (0, lanes):
+        x, y = (shuffle(builder, whole, undefined, range(2 * first, 2 * (first + lanes))) for whole in (a, b))
+        half = shuffle(builder, total, total, range(first, first + lanes))
+        if multiplies_and_adds_pairs(*context.codegen().magic_tuple()):
+            halves.append(vnni_instruction(builder, "{vex} vpdpwssd", x, y, half))
+        else:
+            halves.append(builder.add(half, call_llvm(builder, name, half.type, [x, y])))
+    low, high = halves
+    return shuffle(builder, low, high, range(LANES))
 
 
 @intrinsic

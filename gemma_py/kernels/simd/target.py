@@ -39,22 +39,29 @@ def pair_instruction(triple, cpu, features):
 
 
 @cache
-def uses_vnni(triple, cpu, features):
-    """Return whether the target has AVX-512 VNNI.
+def multiplies_and_adds_pairs(triple, cpu, features):
+    """Return whether the target has vpdpwssd for the registers of `pair_instruction`: AVX-512 VNNI or AVX-VNNI.
 
-    VNNI instructions (vpdpwssd, vpdpbusd) multiply codes and add the products in one step.
+    The instruction multiplies codes and adds the products in one step.
     """
     name, lanes = pair_instruction(triple, cpu, features) or ("", 0)
-    if lanes != LANES:
+    if not name:
         return False
+    pairs, sums = f"<{2 * lanes} x i16>", f"<{lanes} x i32>"
     source = f"""
-        declare <16 x i32> @{name}(<32 x i16>, <32 x i16>)
-        define <16 x i32> @f(<16 x i32> %total, <32 x i16> %a, <32 x i16> %b) {{
-            %products = call <16 x i32> @{name}(<32 x i16> %a, <32 x i16> %b)
-            %sum = add <16 x i32> %total, %products
-            ret <16 x i32> %sum
+        declare {sums} @{name}({pairs}, {pairs})
+        define {sums} @f({sums} %total, {pairs} %a, {pairs} %b) {{
+            %products = call {sums} @{name}({pairs} %a, {pairs} %b)
+            %sum = add {sums} %total, %products
+            ret {sums} %sum
         }}"""
     return "vpdpwssd" in assembly_of((triple, cpu, features), source)
+
+
+def uses_vnni(triple, cpu, features):
+    """Return whether the target has AVX-512 VNNI, which also multiplies bytes (vpdpbusd) in registers of 512 bits."""
+    _, lanes = pair_instruction(triple, cpu, features) or ("", 0)
+    return lanes == LANES and multiplies_and_adds_pairs(triple, cpu, features)
 
 
 def is_arm64(triple):
