@@ -1,12 +1,15 @@
-"""Compare the speed of gemma_py with llama.cpp, torch and CTranslate2, with one GGUF file, equal ids and equal threads.
+"""Compare the speed of gemma_py with other runtimes, with one GGUF file, equal ids and equal threads.
 
-    python tools/compare_peers.py [MODEL] [--threads 2] [--rounds 5] [--peers llama.cpp,torch,CTranslate2]
+    python tools/compare_peers.py [MODEL] [--threads 2] [--rounds 5] [--peers llama.cpp,torch,CTranslate2,OpenVINO]
+    python tools/compare_peers.py --ik-llama-bench PATH      # a llama-bench built from the source of ik_llama.cpp
+    python tools/compare_peers.py --neighbour 0 19           # also beside a process that keeps one core busy
 
 Needs an idle machine and a GGUF file (by default the demo model). Peers that are not installed are reported and
 skipped. Each runtime has a process of its own, and one process works at a time. In a round, every runtime runs every
 test, so that compared runs are close in time. The first round is a warm-up and does not count. llama.cpp runs with
 several settings, of which the fastest for a test counts. torch computes in float32 with dequantised weights, and its
-NLL is the reference. CTranslate2 quantises the dequantised weights again, to int8 with one scale per row.
+NLL is the reference. CTranslate2 and OpenVINO quantise the dequantised weights again, to 8 bits with one scale per row.
+llama-bench of ik_llama.cpp computes as many tokens, but random ones, and prints no logits.
 
 Prints a markdown table; the last line is one JSON object. The exit code is 1 if a runtime failed, but not if one is
 missing.
@@ -47,12 +50,14 @@ class Peer:
     modules: Python modules that the runtime needs.
     install: the command that installs these modules.
     settings: name -> options. The fastest setting for a test counts.
+    prepared: a file that `peers.py prepare` writes for this runtime.
     """
 
     name: str
     modules: tuple[str, ...]
     install: str
     settings: dict[str, dict[str, Any]] = field(default_factory=lambda: {"": {}})
+    prepared: str = "."
 
 
 _TORCH = ("torch", "transformers", "gguf", "accelerate")
@@ -70,10 +75,17 @@ PEERS = (
             "no flash attention": {"flash_attn": False, "n_ubatch": 512},
         },
     ),
-    Peer("torch", _TORCH, _INSTALL_TORCH),
-    Peer("CTranslate2", ("ctranslate2", *_TORCH), f"{_INSTALL_TORCH} ctranslate2"),
+    Peer("torch", _TORCH, _INSTALL_TORCH, prepared="float32/config.json"),
+    Peer("CTranslate2", ("ctranslate2", *_TORCH), f"{_INSTALL_TORCH} ctranslate2", prepared="int8/config.json"),
+    Peer(
+        "OpenVINO",
+        ("openvino", "optimum", "nncf", *_TORCH),
+        "pip install openvino nncf optimum-intel 'transformers==4.57.*' gguf accelerate  (optimum-intel exports Gemma 3 only with "
+        "this version of transformers)",
+        prepared="openvino/config.json",
+    ),
 )
-PACKAGES = ("gemma_py", "numpy", "numba", "llama_cpp_python", "torch", "transformers", "ctranslate2")
+PACKAGES = ("gemma_py", "numpy", "numba", "llama_cpp_python", "torch", "transformers", "ctranslate2", "openvino")
 
 
 class PeerError(Exception):
@@ -179,6 +191,20 @@ def tests(ids: list[int], prefills: Sequence[int], after: int, count: int) -> di
     made: dict[str, tuple[int, Test]] = {f"prefill {length}": (length, prefill(length)) for length in prefills}
     made[f"decode {count} after {after}"] = (count, lambda worker: float(worker.call("decode", ids[:after], count)))
     return made
+
+
+def beside_neighbour(ask: Test, niceness: int) -> Test:
+    """The same test beside a process that keeps one core busy."""
+
+    def asked(worker: Worker) -> float:
+        busy = subprocess.Popen(["nice", "-n", str(niceness), sys.executable, "-c", "while True: pass"])
+        try:
+            return ask(worker)
+        finally:
+            busy.kill()
+            busy.wait()
+
+    return asked
 
 
 def run_rounds(
@@ -343,6 +369,11 @@ def start(
     return workers
 
 
+def ik_llama(program: Path) -> Peer:
+    repack = {"repacked": 1, "not repacked": 0}
+    return Peer("ik_llama.cpp", (), "", {name: {"program": str(program), "repack": repack[name]} for name in repack})
+
+
 def present(wanted: Sequence[str]) -> tuple[list[Peer], dict[str, str]]:
     unknown = set(wanted) - {peer.name for peer in PEERS}
     if unknown:
@@ -364,8 +395,9 @@ def present(wanted: Sequence[str]) -> tuple[list[Peer], dict[str, str]]:
 
 def compare(args: argparse.Namespace, path: Path, directory: Path) -> int:
     there, skipped = present([name for name in args.peers.split(",") if name])
-    made = {"torch": directory / "float32" / "config.json", "CTranslate2": directory / "int8" / "config.json"}
-    if any(not made[peer.name].exists() for peer in there if peer.name in made):
+    if args.ik_llama_bench:
+        there.append(ik_llama(args.ik_llama_bench))
+    if not all((directory / peer.prepared).exists() for peer in there):
         say("dequantising")
         done = subprocess.run([sys.executable, PEERS_TOOL, "prepare", path, directory], capture_output=True, text=True)
         if done.returncode:
@@ -383,6 +415,10 @@ def compare(args: argparse.Namespace, path: Path, directory: Path) -> int:
         if len(ids) < most:
             raise SystemExit(f"the test text has {len(ids)} tokens, but the tests need {most}")
         work = tests(ids, prefills, args.after, args.decode)
+        alone = list(work.items())
+        for niceness in args.neighbour:
+            for name, (count, ask) in alone:
+                work[f"{name}, neighbour of nice {niceness}"] = count, beside_neighbour(ask, niceness)
         run_rounds(workers, work, args.rounds, figures)
         for (name, setting), worker in workers.items():
             if not figures[name].failed:
@@ -434,6 +470,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--peers",
         default=",".join(peer.name for peer in PEERS),
         help="names of the runtimes to compare with; empty: measure gemma_py alone",
+    )
+    parser.add_argument("--ik-llama-bench", type=Path, help="the program llama-bench of ik_llama.cpp")
+    parser.add_argument(
+        "--neighbour", type=int, nargs="*", default=[], help="the niceness of a busy process beside the tests"
     )
     parser.add_argument(
         "--keep",

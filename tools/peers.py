@@ -10,8 +10,10 @@ import json
 import os
 import pydoc
 import resource
+import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,8 @@ def dequantised(path: Path, **options: Any) -> Any:
 
 
 def prepare(path: Path, directory: Path) -> None:
-    """Write the dequantised model to DIRECTORY/float32 for transformers and, if CTranslate2 is installed, to
-    DIRECTORY/int8.
+    """Write the dequantised model to DIRECTORY/float32 for transformers, to DIRECTORY/int8 if CTranslate2 is installed, and
+    to DIRECTORY/openvino if OpenVINO is installed.
     """
     import tokenizers
     import transformers
@@ -50,11 +52,15 @@ def prepare(path: Path, directory: Path) -> None:
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="3"))
     names = {"bos_token": "2", "eos_token": "1", "unk_token": "3"}
     transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **names).save_pretrained(directory / "float32")
-    try:
+    if find_spec("ctranslate2"):
         from ctranslate2.converters import TransformersConverter
-    except ImportError:
-        return
-    TransformersConverter(str(directory / "float32")).convert(str(directory / "int8"), quantization="int8")
+
+        TransformersConverter(str(directory / "float32")).convert(str(directory / "int8"), quantization="int8")
+    if find_spec("openvino"):
+        from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
+
+        options = {"export": True, "quantization_config": OVWeightQuantizationConfig(bits=8)}
+        OVModelForCausalLM.from_pretrained(directory / "float32", **options).save_pretrained(directory / "openvino")
 
 
 class Runtime:
@@ -226,7 +232,89 @@ class CTranslate(Runtime):
         return [-float(value) for value in result.log_probs]
 
 
-RUNTIMES = {"gemma_py": Ours, "llama.cpp": Llama, "torch": Torch, "CTranslate2": CTranslate}
+class IkLlama(Runtime):
+    """ik_llama.cpp's program llama-bench. Each call is a process, which loads the model and runs the test twice; the second
+    run counts.
+    """
+
+    def __init__(self, path: Path, directory: Path, threads: int, program: str, repack: int) -> None:
+        settings = {"-m": path, "-t": threads, "-fa": 1, "-rtr": repack, "-r": 2, "-p": 0, "-n": 0, "-o": "json"}
+        self.command = [program, *(str(part) for pair in settings.items() for part in pair)]
+
+    def _seconds(self, *test: str) -> float:
+        done = subprocess.run([*self.command, *test], stdout=subprocess.PIPE, check=True)
+        (result,) = json.loads(done.stdout)
+        return float(result["samples_ns"][-1]) / 1e9
+
+    def prefill(self, ids: list[int]) -> float:
+        return self._seconds("-p", str(len(ids)))
+
+    def decode(self, ids: list[int], count: int) -> float:
+        return self._seconds("-gp", f"{len(ids)},{count}")
+
+    def nll(self, ids: list[int]) -> list[float]:
+        return []  # llama-bench computes random tokens, and prints no logits
+
+    def memory(self) -> int:
+        return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+
+
+class OpenVino(Runtime):
+    """OpenVINO with 8-bit weights. Two graphs have the same weights: one computes the last token's logits, one all."""
+
+    def __init__(self, path: Path, directory: Path, threads: int) -> None:
+        import openvino
+        from openvino import opset13
+
+        core = openvino.Core()
+        self.options = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+        self.compile = lambda graph: core.compile_model(graph, "CPU", self.options).create_infer_request()
+        self.graph = core.read_model(directory / "openvino" / "openvino_model.xml")
+        last = self.graph.clone()
+        head = last.output("logits").get_node().input_value(0).get_node()
+        if head.get_type_name() != "MatMul":
+            raise RuntimeError(f"expected the matrix product of the logits, found {head.get_type_name()}")
+        row = opset13.slice(head.input_value(0), [-1], [np.iinfo(np.int32).max], [1], [1])
+        head.input(0).replace_source_output(row.output(0))
+        last.validate_nodes_and_infer_types()
+        self.request = self.compile(last)
+
+    def _logits(self, request: Any, ids: list[int], past: int) -> np.ndarray:
+        end = past + len(ids)
+        inputs = {
+            "input_ids": np.array([ids]), "attention_mask": np.ones((1, end), np.int64),
+            "position_ids": np.arange(past, end)[None], "beam_idx": np.zeros(1, np.int32),
+        }  # fmt: skip
+        return np.asarray(request.infer(inputs)["logits"][0])
+
+    def prefill(self, ids: list[int]) -> float:
+        self.request.reset_state()
+        start = time.perf_counter()
+        self._logits(self.request, ids, 0)
+        return time.perf_counter() - start
+
+    def decode(self, ids: list[int], count: int) -> float:
+        self.request.reset_state()
+        logits = self._logits(self.request, ids, 0)
+        start = time.perf_counter()
+        for past in range(len(ids), len(ids) + count):
+            logits = self._logits(self.request, [int(logits[-1].argmax())], past)
+        return time.perf_counter() - start
+
+    def nll(self, ids: list[int]) -> list[float]:
+        logits = self._logits(self.compile(self.graph), ids, 0)[:-1]
+        rows = zip(logits.astype(np.float64), ids[1:], strict=True)
+        return [float(row.max() + np.log(np.exp(row - row.max()).sum()) - row[token]) for row, token in rows]
+
+
+RUNTIMES = {
+    "gemma_py": Ours,
+    "llama.cpp": Llama,
+    "ik_llama.cpp": IkLlama,
+    "torch": Torch,
+    "CTranslate2": CTranslate,
+    "OpenVINO": OpenVino,
+}
 
 
 def serve(name: str, path: Path, directory: Path, threads: int, settings: dict[str, Any]) -> None:

@@ -1,10 +1,13 @@
 """tools/compare_peers.py, without any other runtime."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import compare_peers
+import peers
 import pytest
 from compare_peers import OURS, Figures, Peer, PeerError, Worker
 from repository import TINY
@@ -83,27 +86,46 @@ def test_a_runtime_that_dies_is_named(tmp_path: Path, program: str, message: str
 
 def test_ours_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(compare_peers, "PEERS", (NOWHERE,))
-    arguments = [
-        TINY,
-        "--peers",
-        "nowhere",
-        "--rounds",
-        1,
-        "--prefill",
-        "5,9",
-        "--after",
-        4,
-        "--decode",
-        2,
-        "--score",
-        8,
-    ]
-    assert compare_peers.main([str(argument) for argument in [*arguments, "--threads", 1]]) == 0
+    options = "--peers nowhere --rounds 1 --prefill 5,9 --after 4 --decode 2 --score 8 --threads 1 --neighbour 19"
+    assert compare_peers.main([str(TINY), *options.split()]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     report = json.loads(last)
     assert report["skipped"] == {"nowhere": "pip install nowhere"}
     ours = report["runtimes"][OURS]
-    assert list(ours["tok/s"]) == ["prefill 5", "prefill 9", "decode 2 after 4"]
+    tests = ["prefill 5", "prefill 9", "decode 2 after 4"]
+    assert list(ours["tok/s"]) == [*tests, *(f"{test}, neighbour of nice 19" for test in tests)]
     assert all(0 < least <= median <= most for median, least, most in (s[""] for s in ours["tok/s"].values()))
     assert ours["memory"][""] > 10_000_000
     assert "| missing |" in "\n".join(lines)
+
+
+def test_a_neighbour_is_busy_during_the_test_and_ends(tmp_path: Path) -> None:
+    def neighbours() -> list[str]:
+        command = ["ps", "--ppid", str(os.getpid()), "-o", "ni=,args="]
+        return [
+            line
+            for line in subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+            if "while" in line
+        ]
+
+    def ask(worker: object) -> float:
+        found.extend(neighbours())
+        return 1.5
+
+    found: list[str] = []
+    assert compare_peers.beside_neighbour(ask, 7)(None) == 1.5  # type: ignore[arg-type]
+    assert len(found) == 1
+    assert neighbours() == []
+
+
+def test_llama_bench_of_ik_llama(tmp_path: Path) -> None:
+    program = tmp_path / "llama-bench"
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\necho \'[{{"samples_ns": [4000000000, 2500000000]}}]\'\n'
+    )
+    program.chmod(0o755)
+    peer = compare_peers.ik_llama(program)
+    runtime = peers.RUNTIMES[peer.name](Path("m.gguf"), tmp_path, 3, **peer.settings["repacked"])
+    assert runtime.prefill([1, 2, 3]) == 2.5 and runtime.decode([1] * 4, 8) == 2.5
+    common = "-m m.gguf -t 3 -fa 1 -rtr 1 -r 2 -p 0 -n 0 -o json"
+    assert (tmp_path / "calls").read_text().splitlines() == [f"{common} -p 3", f"{common} -gp 4,8"]
