@@ -45,7 +45,7 @@ def prepare(path: Path, directory: Path) -> None:
 
     model = dequantised(path)
     model.hf_quantizer = None  # otherwise transformers refuses to save the dequantised weights
-    del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)  # only newer versions of transformers keep it
     model.save_pretrained(directory / "float32")
     # The converter needs a vocabulary. The texts of its tokens do not matter, because only ids are compared.
     vocabulary = {str(number): number for number in range(model.config.vocab_size)}
