@@ -31,6 +31,7 @@ FAULT_PLAN = 1  # 1 if a test injects faults; the next cells hold the FaultPlan 
     OMISSION_LAYER,
     OMISSION_PHASE,
 ) = range(2, 12)
+SPINS = 12  # the number of spins after which a waiting worker yields its core to other threads
 # Cells of the barrier. ARRIVED and GENERATION are on two cache lines, because workers poll GENERATION while others write
 # ARRIVED.
 ARRIVED, GENERATION = LINE, 2 * LINE

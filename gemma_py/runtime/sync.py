@@ -43,12 +43,11 @@ from gemma_py.runtime.cells import (
     LINE,
     PHASE,
     PROGRESS,
+    SPINS,
     TO_PUBLISH,
     WAITING,
 )
 
-# After this number of spins (some microseconds), a waiting worker yields the core to other threads.
-_SPINS = 256
 _NO_TILE = -1
 
 
@@ -125,25 +124,26 @@ def _wait_above(cells, worker, why, line, index, bound):
     why: the reason for the wait, which is stored in the cell WAITING. The team also reads `index` and `bound` from the cells
         AWAITED and BOUND, to tell a deadlock from a worker whose wait is over but which has not got a core yet.
 
-    These cells are stored only after `_SPINS` spins. Most waits end earlier and so need no store to a cell that the team reads.
+    After cells.shared[SPINS] spins, the worker yields its core to other threads after every spin. These cells are stored only
+    then. Most waits end earlier and so need no store to a cell that the team reads.
     """
     if cells.times.shape[0] > 0:
         profile.account(cells, worker, profile.WORK)
-    spins = 0
+    spins, limit = 0, cells.shared[SPINS]
     while load_acquire(line, index) <= bound:
         if not is_intact(cells):
             return False
-        if spins < _SPINS:
+        if spins < limit:
             spin_hint()
         else:
-            if spins == _SPINS:
+            if spins == limit:
                 at = worker * LINE
                 store_release(cells.own, at + AWAITED, index)
                 store_release(cells.own, at + BOUND, bound)
                 store_release(cells.own, at + WAITING, why)
             yield_cpu()
         spins += 1
-    if spins > _SPINS:
+    if spins > limit:
         store_release(cells.own, worker * LINE + WAITING, COMPUTES)
     if cells.times.shape[0] > 0:
         profile.account(cells, worker, profile.WAIT)

@@ -51,6 +51,7 @@ from gemma_py.runtime.cells import (
     NOWHERE,
     PHASE,
     PROGRESS,
+    SPINS,
     WAITING,
     WAITS,
     Array,
@@ -65,6 +66,10 @@ _SURE = 2
 # Fractions of the deadline. _PATIENCE: the time without a step after which a worker counts as stalled. _GRACE: the time that
 # the other workers then have to leave the run. _TICK: the interval at which the calling thread looks at the workers.
 _PATIENCE, _GRACE, _TICK = 0.7, 0.2, 0.02
+# A worker that yields may lose its core for some milliseconds, even to a process of low priority. So a worker spins for longer
+# than most waits last, which is about 0.05 ms. A team with more workers than logical CPUs yields sooner, because a spinning worker
+# keeps another worker from its core.
+_MANY_SPINS, _FEW_SPINS = 2048, 256
 _NO_INSTRUMENTS = Instruments()
 _NOT_IEEE = "the thread inherited a floating-point mode that flushes subnormals to zero or does not round to nearest"
 
@@ -232,6 +237,7 @@ class Team:
         if workers < 1 or not deadline > 0:
             raise InputError(f"a team needs at least 1 worker and a deadline above 0, found {workers} and {deadline}")
         self.workers, self.deadline = workers, deadline
+        self._spins = _MANY_SPINS if workers <= len(machine.affinity()) else _FEW_SPINS
         self._tick = min(0.1, deadline * _TICK)
         self._closed = False
         self.settled = True  # whether every worker has left the latest failed run
@@ -270,6 +276,7 @@ class Team:
                 raise InputError("the worker team is closed")
             plan, profile = instruments.fault_plan, instruments.profile
             cells = make_cells(self.workers, watermarks, counters, 0 if profile is None else lines_needed(len(phases)))
+            cells.shared[SPINS] = self._spins
             run = _Run(kernel, args, self.workers, cells, queue.SimpleQueue(), keep_alive, phases)
             if plan is not None:
                 plan.apply(run.cells)
