@@ -65,8 +65,9 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print_json({**dataclasses.asdict(counts), "seconds": time.monotonic() - began})
     else:
-        before = f"; {counts.before} were complete before" if counts.before else ""
-        print(f"{counts.done} rows written, {counts.failed} of them with an error{before}", file=sys.stderr)
+        before = f"; {counts.before} {'was' if counts.before == 1 else 'were'} complete before" if counts.before else ""
+        rows = f"{counts.done} row{'s' * (counts.done != 1)} written"
+        print(f"{rows}, {counts.failed} with an error{before}", file=sys.stderr)
 
 
 def show(progress: ProgressBar, counts: "Counts") -> None:

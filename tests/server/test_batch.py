@@ -112,7 +112,7 @@ def test_a_torn_last_line_is_computed_again_and_nothing_else(run: Run, tmp_path:
     lines = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(lines[0] + lines[1] + lines[2][:40])
     code, _, err = run("batch", source, out, TINY)
-    assert code == 0 and "1 rows written, 0 of them with an error; 2 were complete before" in err
+    assert code == 0 and "1 row written, 0 with an error; 2 were complete before" in err
     assert out.read_bytes().startswith(lines[0] + lines[1])
     assert set(read(out)) == {"a", "b", "c"}
 
@@ -153,7 +153,7 @@ def test_an_output_of_another_model_is_left_alone(run: Run, tmp_path: Path) -> N
 def test_an_output_of_something_else_is_left_alone(run: Run, tmp_path: Path) -> None:
     source = write(tmp_path / "in", ROWS[:1])
     for content, said in (
-        ('{"custom_id": "z"}\n', "the output has the custom_id 'z'"),
+        ('{"custom_id": "z", "response": null}\n', "the output has the custom_id 'z'"),
         ("my notes\n", "not valid JSON"),
         ("[1]\n{}\n", "object"),
     ):
@@ -200,3 +200,23 @@ def test_two_processes_do_not_write_one_output_and_ctrl_c_keeps_what_is_done(run
         _, errors = child.communicate(timeout=60)
         assert child.returncode == 130 and "Traceback" not in errors
     assert 0 < len(read(out)) < 500
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_a_file_that_is_no_output_is_refused_and_not_changed(run: Run, tmp_path: Path, end: str) -> None:
+    """Such as the file of requests itself, given twice, whose last line may have no end."""
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(ROWS[0]) + end)
+    for other, text in (("in.jsonl", source.read_text()), ("other.jsonl", source.read_text()), ("notes.txt", "a" + end)):
+        (tmp_path / other).write_text(text)
+        code, _, err = run("batch", source, tmp_path / other, TINY)
+        assert code == 1 and err.count("\n") == 1 and f"{other}, line 1: " in err
+        assert (tmp_path / other).read_text() == text
+
+
+@pytest.mark.parametrize("part", [b"", b"{", b'{"id": "batch_re', b'{"id": "batch_req_1", "custom', b"\0\0\0"])
+def test_an_incomplete_last_row_is_computed_again(run: Run, tmp_path: Path, part: bytes) -> None:
+    source, out = write(tmp_path / "in.jsonl", [ROWS[6]]), tmp_path / "out.jsonl"
+    out.write_bytes(part)
+    assert run("batch", source, out, TINY)[0] == 0
+    assert list(read(out)) == ["nonsense"]

@@ -27,6 +27,7 @@ from gemma_py.server.openai.errors import ApiError, api_error, checked
 from gemma_py.server.openai.service import Service
 
 _MAX_ROW = 64 << 20
+_ROW_START = b'{"id": "batch_req_'  # of every row that is written
 _HEALTH_SECONDS = 1.0  # after this time without an event, the engine's health is checked
 
 
@@ -136,16 +137,20 @@ class Output:
         done, whole = set(), 0
         self._file.seek(0)
         for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n"):
-                break
             where = f"{self._path}, line {number}"
+            no_output = InputError(f"{where}: the line is not a row of a batch's output; the file was not changed")
+            if not line.endswith(b"\n"):
+                begun = line.rstrip(b"\0")  # a file system may leave zeros at the end when the power fails
+                if begun[: len(_ROW_START)] != _ROW_START[: len(begun)]:
+                    raise no_output
+                break
             row = _object(line, where)
             name, response = row.get("custom_id"), row.get("response")
             body = response.get("body") if isinstance(response, dict) else None
             if isinstance(body, dict) and isinstance(body.get("model"), str):
                 self.models.add(body["model"])
-            if not isinstance(name, str):
-                raise InputError(f"{where}: the line is not a row of a batch's output; the file was not changed")
+            if not isinstance(name, str) or "response" not in row:  # a request has a custom_id too
+                raise no_output
             done.add(name)
             whole += len(line)
         self._file.truncate(whole)
