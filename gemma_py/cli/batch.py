@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> None:
         print_json({**dataclasses.asdict(counts), "seconds": time.monotonic() - began})
     else:
         before = f"; {counts.before} {'was' if counts.before == 1 else 'were'} complete before" if counts.before else ""
-        rows = f"{counts.done} row{'s' * (counts.done != 1)} written"
-        print(f"{rows}, {counts.failed} with an error{before}", file=sys.stderr)
+        written = f"{counts.done} row{'s' * (counts.done != 1)} written"
+        print(f"{written}, {counts.failed} with an error{before}", file=sys.stderr)
 
 
 def show(progress: ProgressBar, counts: "Counts") -> None:

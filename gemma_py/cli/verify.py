@@ -93,6 +93,8 @@ def run(args: argparse.Namespace) -> None:
         # Load the model once before the runs, so that invalid arguments are reported early.
         with open_engine(max(args.threads)) as engine:
             note_exceptions(engine)
+            if max(args.shards) > 1:
+                check_divisible(engine, max(args.shards))
             wanted, theirs = args.tokens, None
             if args.against is not None:
                 theirs = trace_file.read_trace(args.against)
@@ -123,6 +125,12 @@ def run(args: argparse.Namespace) -> None:
     for difference in (apart, *(found for _, found in on_hosts)):
         if difference is not None:
             raise MismatchError(str(difference))
+
+
+def check_divisible(engine: Engine, shards: int) -> None:
+    from gemma_py.cluster.spans import check_shards
+
+    check_shards(engine.config, shards)
 
 
 def show(

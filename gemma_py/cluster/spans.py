@@ -57,6 +57,23 @@ def allowed_cuts(config: Config) -> list[int]:
     return [cut for cut in range(count) if all(layer.kv_source >= cut for layer in config.layers[cut:])]
 
 
+def check_shards(config: Config, shards: int) -> None:
+    """Raise InputError if a model cannot be divided into this number of shards."""
+    if type(shards) is not int or shards < 1:
+        raise InputError(f"shards should be at least 1, found {shards!r:.40}")
+    allowed, layers = allowed_cuts(config), len(config.layers)
+    if shards <= len(allowed):
+        return
+    if len(allowed) == layers:
+        raise InputError(f"the model has {layers} layers, so at most {layers} shards, found {shards}")
+    places = ", ".join(map(str, allowed[1:]))
+    where = f"after layer 0 only at layers {places}" if places else "only at layer 0"
+    raise InputError(
+        f"the model can be divided into at most {len(allowed)} shards, found {shards}; a shard can begin {where}, "
+        "because layers that share KV rows must stay together"
+    )
+
+
 def choose_cuts(
     config: Config, program: LinkedProgram, shards: int, kv: str, tokens: int, room: Sequence[int] | None = None
 ) -> list[int]:
@@ -67,16 +84,8 @@ def choose_cuts(
 
     tokens: the number of tokens whose KV rows count as memory. room: the memory of each span's host in bytes
     """
-    if type(shards) is not int or shards < 1:
-        raise InputError(f"shards should be at least 1, found {shards!r:.40}")
+    check_shards(config, shards)
     allowed = allowed_cuts(config)
-    if shards > len(allowed):
-        places = ", ".join(map(str, allowed[1:]))
-        where = f"after layer 0 only at layers {places}" if places else "at no layer"
-        raise InputError(
-            f"the model can be divided into at most {len(allowed)} shards, found {shards}; a shard can begin {where}, "
-            "because layers that share KV rows must stay together"
-        )
     cuts = _balanced(allowed, layer_bytes(config, program, kv, 0, output=False), [1] * shards)
     if room is not None:
         sizes = layer_bytes(config, program, kv, tokens)

@@ -132,9 +132,7 @@ def test_models_that_cannot_be_divided_are_refused(
         gemma_py.load(embedding_folder, shards=2)
     with pytest.raises(InputError, match="shards should be at least 1, found 0"):
         load(0)
-    with pytest.raises(
-        InputError, match="at most 7 shards, found 8; a shard can begin after layer 0 only at layers 1, 2,"
-    ):
+    with pytest.raises(InputError, match="the model has 7 layers, so at most 7 shards, found 8"):
         load(8)
     tiny.write(tiny_families.ASSISTANTS["gemma4-e2b"], tmp_path, 2)
     with pytest.raises(InputError, match="an assistant reads the model's KV rows, which other processes have"):
@@ -144,6 +142,8 @@ def test_models_that_cannot_be_divided_are_refused(
 def test_commands_with_shards_print_the_unsharded_output(run: Callable[..., tuple[int, str, str]]) -> None:
     command = ("generate", TINY, "--prompt", "a b c", "--max-tokens", 12, "--threads", 2)
     assert run(*command, "--shards", 3)[:2] == run(*command)[:2]
+    code, _, error = run("verify", TINY, "--shards", "1,50", "--tokens", 8)
+    assert code == 1 and error == "gemma_py: the model has 7 layers, so at most 7 shards, found 50\n"  # before any run
     code, out, _ = run("verify", TINY, "--shards", "1,2,4", "--threads", 2, "--chunks", "1,7", "--tokens", 40)
     assert code == 0
     assert out.splitlines()[0].split()[:2] == ["shards", "threads"]
@@ -197,7 +197,7 @@ def test_a_session_goes_on_after_ctrl_c(
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_answer_goes_on_after_shards_end_or_stall_while_they_start(
+def test_an_answer_continues_after_shards_end_or_stall_while_they_start(
     whole: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, kind: signal.Signals
 ) -> None:
     monkeypatch.setattr(PipeChannel, "start", 2.0)

@@ -77,7 +77,7 @@ def read_rows(path: Path) -> list[InputRow]:
                     rows.append(row)
                 start += len(line)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
     if not rows:
         raise InputError(f"{path}: contains no requests")
     return rows
@@ -101,7 +101,9 @@ def _row(line: bytes, start: int, where: str) -> InputRow:
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
-        document = json.loads(line)
+        document = json.loads(line.rstrip())
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: the line is not valid JSON: {error.msg}, column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: the line is not valid JSON: {' '.join(str(error).split()):.120}") from None
     if not isinstance(document, dict):
@@ -122,7 +124,7 @@ class Output:
         try:
             self._file: BinaryIO = path.open("ab+")
         except OSError as error:
-            raise InputError(f"{path}: cannot be written: {error}") from None
+            raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
         try:
             self.done = self._recover()
         except BaseException:
