@@ -4,7 +4,7 @@
         [--deadline 2.0] [--seed 0] [--kinds kill,stop,cut]
 
 The hosts are network namespaces of this machine with a Ray cluster (see ray_network.py). A fault comes after EVERY tokens
-on average: `kill` kills the process of a shard, `stop` stops it, and `cut` parts a host from the others for 12 s. The
+on average: `kill` kills the process of a shard, `stop` stops it, and `cut` cuts a host off from the others for 12 s. The
 JSON document on the last line has the faults, the numbers of the answers that differ, the answers that fail with their
 errors, and the longest time in which no stream got a token. The exit code is 1 if an answer differs or fails.
 """
@@ -43,7 +43,7 @@ class Faults:
     def after_token(self) -> None:
         if self._rng.random() < 1 / self._every:
             kind = self._rng.choice(self._kinds)
-            # Host 0 is never cut off, because the streams run there. It may have shards while the other hosts are suspect.
+            # Host 0 is never cut off, because the streams run there. It has shards while no other host answers.
             hosts = range(1 if kind == "cut" else 0, self._hosts)
             used = [host for host in hosts if ray_network.processes(host, "ray::_Member")]
             if not used or (kind == "cut" and self._cut):

@@ -57,12 +57,12 @@ def pin_all(cores: list[int]) -> None:
 
 def seconds_of(scheduler: BaseScheduler[Any, Any], requests: list[Request]) -> float:
     """Answer requests at the same time. Return the duration."""
-    left, over = [len(requests)], threading.Event()
+    left, over, errors = [len(requests)], threading.Event(), list[Exception]()
 
     def listen(event: Event) -> None:
         if isinstance(event, Failed):
-            raise event.error
-        if isinstance(event, Finished):
+            errors.append(event.error)
+        if isinstance(event, Finished | Failed):
             left[0] -= 1
             if not left[0]:
                 over.set()
@@ -71,6 +71,8 @@ def seconds_of(scheduler: BaseScheduler[Any, Any], requests: list[Request]) -> f
     for request in requests:
         scheduler.submit(request, listen)
     over.wait()
+    if errors:
+        raise errors[0]
     return time.perf_counter() - start
 
 

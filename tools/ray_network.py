@@ -38,7 +38,7 @@ def inside(host: int) -> list[str]:
 
 
 def cut(host: int) -> None:
-    """Part a host from the others."""
+    """Cut a host off from the others."""
     ip("link", "set", f"gemmav{host}", "down")
 
 

@@ -1,13 +1,14 @@
 """Simulate many replicas behind one front: how many streams can one front serve, and what saturates first?
 
     python tools/simulate_pool.py [--hosts 1,4,16,64,128] [--streams 10000] [--parallel 64] [--tokens 200] [--prompt 400]
-        [--turns 4] [--think 20] [--event-us 60] [--request-ms 2.0] [--pass-ms 8.3] [--row-ms 1.5] [--prefill-ms 0.85]
+        [--turns 4] [--blocks 65536] [--think 20] [--event-us 60] [--request-ms 2.0] [--pass-ms 8.3] [--row-ms 1.5] [--prefill-ms 0.85]
         [--seconds 60] [--seed 0]
 
 Each of STREAMS clients has conversations of TURNS turns, and thinks for about THINK seconds before each. Requests are routed by
-the package's own routing, with the prefixes that each replica knows. A pass of a replica takes PASS ms for the first row
-and ROW ms for each further one; a prompt token that is not in the prefix cache takes PREFILL ms. The front is one process
-and takes EVENT µs for a token that it passes on, and REQUEST ms for a request (parsing, tokenizing, routing).
+the package's own routing, with the prefixes that each replica knows. A pass of a replica takes --pass-ms for the first row
+and --row-ms for each further one; a prompt token that is not in the prefix cache takes --prefill-ms. A prefix cache has
+--blocks blocks. The front is one process and takes --event-us for a token that it passes on, and --request-ms for a
+request (parsing, tokenizing, routing).
 
 The defaults are those of the demo model on two cores of a Zen 4: passes and prompts as measured; of the 60 µs of the front
 for a token, 30 are measured without HTTP, and 30 are assumed for HTTP. For each number of hosts, the tool prints tokens a

@@ -6,7 +6,7 @@ from typing import Any
 
 from gemma_py.checks import trace_file
 from gemma_py.checks.verify import Difference
-from gemma_py.cluster.channel import BEAT, Ended, Messages, Send, Silence
+from gemma_py.cluster.channel import HEARTBEAT, Ended, Messages, Send, Silence
 from gemma_py.cluster.hosts import Host
 from gemma_py.errors import ComputationError
 from gemma_py.generate.engine import load
@@ -40,9 +40,9 @@ def differences(
         for channel in channels:
             channel.send(job)
         for host, channel in zip(hosts, channels, strict=True):
-            silence, made = Silence(channel, _DEADLINE), BEAT
+            silence, made = Silence(channel, _DEADLINE), HEARTBEAT
             try:
-                while made is BEAT:
+                while made is HEARTBEAT:
                     made = silence.receive()
             except Ended as error:
                 raise ComputationError(f"the process on {host.name} {error}") from None

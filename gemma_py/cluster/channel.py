@@ -1,14 +1,14 @@
 """Channels. A channel carries messages to another process and back, and tells whether the process is alive.
 
 The first message is a job. The process runs the job, which takes the other messages and sends its own. A thread of the process
-sends several beats in each deadline, so a process without beats is stalled, however long its job computes.
+sends several heartbeats in each deadline, so a process without heartbeats is stalled, however long its job computes.
 """
 
 import queue
 from collections.abc import Callable
 from typing import Any, Protocol
 
-BEAT = None  # a message that only shows that a process is alive
+HEARTBEAT = None  # a message that only shows that a process is alive
 
 Messages = queue.SimpleQueue[Any]  # the messages that a process receives
 Send = Callable[[Any], None]  # sends a message of a process
@@ -27,7 +27,7 @@ class Ended(Exception):
 class Channel(Protocol):
     """The end of a channel in the process that started the other process.
 
-    start: seconds until the first beat, at most, because the process has to start before it.
+    start: seconds until the first heartbeat, at most, because the process has to start before it.
     """
 
     start: float
@@ -36,7 +36,7 @@ class Channel(Protocol):
         """Send a message. Do not wait until the process has received it."""
 
     def receive(self, seconds: float) -> Any:
-        """Return the next message or beat. Raise queue.Empty if none comes in time, and Ended if the process has ended."""
+        """Return the next message or heartbeat. Raise queue.Empty if none comes in time, and Ended if the process has ended."""
 
     def close(self) -> None:
         """End the process. A channel may be closed twice."""
@@ -59,7 +59,7 @@ class Silence:
         return self.deadline if self._heard else max(self.deadline, self._channel.start)
 
     def receive(self) -> Any:
-        """Return the next message or beat. Raise Ended if the process has ended or was silent for the whole deadline."""
+        """Return the next message or heartbeat. Raise Ended if the process has ended or was silent for the whole deadline."""
         self._silent = 0
         while True:
             try:

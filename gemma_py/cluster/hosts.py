@@ -66,7 +66,7 @@ class Host(Protocol):
     def threads(self) -> int | None: ...
 
     def start(self, deadline: float) -> Channel:
-        """Start a process. deadline: seconds in which the process sends several beats."""
+        """Start a process. deadline: seconds in which the process sends several heartbeats."""
 
 
 class Hosts(Protocol):

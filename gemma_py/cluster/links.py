@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from gemma_py.catalog import resolve
-from gemma_py.cluster.channel import BEAT, Channel, Ended, Messages, Send, Silence
+from gemma_py.cluster.channel import HEARTBEAT, Channel, Ended, Messages, Send, Silence
 from gemma_py.cluster.hosts import package_digest
 from gemma_py.cluster.shard import Order, Rows, SetThreads, Shard, SpanRunner
 from gemma_py.cluster.spans import make_spans
@@ -61,7 +61,7 @@ class Join:
                     number, *message = messages.get()
                     results = shard.apply(*message)
             except Exception as error:
-                # What keeps a process from becoming a shard is a matter of its host's files.
+                # A process that cannot become a shard has wrong files on its host, which is not a failure of the computation.
                 kind = InputError if shard is None and isinstance(error, GemmaError) else type(error)
                 send((number, kind.__name__, str(error)))
                 if shard is None:
@@ -123,7 +123,7 @@ class ShardLink:
             except Ended as error:
                 self.close()
                 raise self._error(str(error)) from None
-            if message is BEAT or message[0] != self._call:
+            if message is HEARTBEAT or message[0] != self._call:
                 continue
             if len(message) == 2:
                 return message[1]

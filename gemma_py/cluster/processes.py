@@ -16,13 +16,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from gemma_py.cluster.channel import BEAT, Ended
+from gemma_py.cluster.channel import Ended
 
 _END = 5.0  # seconds to wait for the end of a process
+_CLOSE = None  # ends the thread that sends messages
 
 
 class PipeChannel:
-    """Starts a process, and exchanges messages with it. deadline: seconds in which the process sends several beats."""
+    """Starts a process, and exchanges messages with it. deadline: seconds in which the process sends several heartbeats."""
 
     start = 10.0
 
@@ -67,7 +68,7 @@ class PipeChannel:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def close(self) -> None:
-        self._outbox.put(BEAT)  # ends the sending thread
+        self._outbox.put(_CLOSE)
         self._kill()
 
 
@@ -80,7 +81,7 @@ def _kill(process: "subprocess.Popen[bytes]", parent: int) -> None:
 
 def _send(connection: Connection, outbox: "queue.SimpleQueue[Any]") -> None:
     with connection, contextlib.suppress(OSError):  # the receiving thread reports the end of the process
-        while (message := outbox.get()) is not BEAT:
+        while (message := outbox.get()) is not _CLOSE:
             connection.send(message)
 
 

@@ -6,7 +6,7 @@ only after a minute, and a stopped process never.
     this process  --put(message)-->  the actor's inbox   -->  the job
                   <--get(seconds)--  the actor's outbox  <--  the job
 
-One call of `get` is always under way. It returns when the job sends a message, or without one as a beat.
+One call of `get` is always under way. It returns when the job sends a message, or without one as a heartbeat.
 """
 
 import atexit
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemma_py.cluster.channel import BEAT, Channel, Ended, Messages, RemoteJob
+from gemma_py.cluster.channel import HEARTBEAT, Channel, Ended, Messages, RemoteJob
 from gemma_py.cluster.hosts import Facts
 from gemma_py.errors import InputError
 
@@ -43,7 +43,7 @@ _CONNECT = 8.0  # seconds in which a cluster should answer
 # answer is awaited, and _OTHERS seconds for those of the other hosts.
 _FIRST_ANSWER, _ANSWER, _OTHERS = 30.0, 8.0, 0.5
 _END = 5.0  # seconds to wait for calls to Ray when this process ends
-_BEAT = 1.0  # the longest time between beats
+_HEARTBEAT = 1.0  # the longest time between heartbeats
 _ORPHAN = 30.0  # seconds without `get` after which an actor ends, because the process that started it is gone
 _PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).cluster_id"
 
@@ -256,10 +256,10 @@ class RayChannel:
     def __init__(self, node: str, deadline: float) -> None:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._open, self._node = True, node
-        beat = min(_BEAT, deadline / 5)
+        heartbeat = min(_HEARTBEAT, deadline / 5)
         self._actor = _Actor.options(scheduling_strategy=_on(node)).remote(max(_ORPHAN, 6 * deadline))
         self._process = self._actor.process.remote()
-        _in_background(self._listen, beat)
+        _in_background(self._listen, heartbeat)
 
     def send(self, message: Any) -> None:
         self._actor.put.remote(message)
@@ -271,19 +271,19 @@ class RayChannel:
             raise message
         return message
 
-    def _listen(self, beat: float) -> None:
-        reference = self._actor.get.remote(beat)
+    def _listen(self, heartbeat: float) -> None:
+        reference = self._actor.get.remote(heartbeat)
         while self._open and not _ending.is_set():
             try:
-                messages = ray.get(reference, timeout=_BEAT)
+                messages = ray.get(reference, timeout=_HEARTBEAT)
             except ray.exceptions.GetTimeoutError:
                 continue
             except ray.exceptions.RayError as error:
                 self._inbox.put(Ended(f"has ended: {_reason(error)}"))
                 return
-            for message in messages or [BEAT]:
+            for message in messages or [HEARTBEAT]:
                 self._inbox.put(message)
-            reference = self._actor.get.remote(beat)
+            reference = self._actor.get.remote(heartbeat)
 
     def close(self) -> None:
         if self._open:
@@ -353,7 +353,7 @@ class _Member:
 
     def _watch(self) -> None:
         while time.monotonic() - self._asked < self._orphan:
-            time.sleep(_BEAT)
+            time.sleep(_HEARTBEAT)
         os._exit(1)
 
 

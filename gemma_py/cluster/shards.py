@@ -124,9 +124,8 @@ class Shards(Runner):
         super().__init__(program, config, shared, kv)
         self.spans, self.epoch, self._lost = spans, 0, lost
         self._starter, self._process = starter, os.getpid()
-        self.chunk = CHUNK * len(
-            spans
-        )  # so that a pass has more pieces, and shards wait less for the first and the last
+        # A longer pass has more pieces, so the shards wait less while its first and its last piece are computed.
+        self.chunk = CHUNK * len(spans)
         self.local = Shard(SpanRunner(spans[-1], shared, kv))
         self._orders: list[Order] = []
         self._blocks = self._last_number = 0

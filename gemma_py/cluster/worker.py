@@ -8,9 +8,9 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from gemma_py.cluster.channel import BEAT, Messages, Send
+from gemma_py.cluster.channel import HEARTBEAT, Messages, Send
 
-_SECONDS = 1.0  # the longest time between beats
+_SECONDS = 1.0  # the longest time between heartbeats
 
 
 def main() -> None:
@@ -24,8 +24,8 @@ def main() -> None:
         with lock:
             pipe.send(message)
 
-    # The beats begin first, because importing the job's module takes a second or more.
-    threading.Thread(target=_beat, args=(send, min(_SECONDS, float(sys.argv[1]) / 5)), daemon=True).start()
+    # The heartbeats begin first, because importing the job's module takes a second or more.
+    threading.Thread(target=_send_heartbeats, args=(send, min(_SECONDS, float(sys.argv[1]) / 5)), daemon=True).start()
     threading.Thread(target=_listen, args=(Connection(os.dup(0), writable=False), messages), daemon=True).start()
     messages.get().run(messages, send)
 
@@ -38,10 +38,10 @@ def _listen(connection: Connection, messages: Messages) -> None:
         os._exit(0)
 
 
-def _beat(send: Send, seconds: float) -> None:
+def _send_heartbeats(send: Send, seconds: float) -> None:
     try:
         while True:
-            send(BEAT)
+            send(HEARTBEAT)
             time.sleep(seconds)
     except OSError:
         os._exit(0)

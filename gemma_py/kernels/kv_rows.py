@@ -1,5 +1,5 @@
 """How a row of keys or values is stored: as float32, as bfloat16, or in 8 bits (q8_0). bfloat16 is converted when it is
-loaded; rows of q8_0 are unpacked before, a tile at a time.
+loaded. Rows of q8_0 are unpacked to float32 before attention reads them, a tile at a time.
 
 A q8_0 row of E numbers has E codes of one byte, and then a scale in bfloat16 for each block of 32 codes. The last block may
 be shorter.

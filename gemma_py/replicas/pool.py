@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from gemma_py import machine
-from gemma_py.cluster.channel import BEAT, Channel, Ended, Silence
+from gemma_py.cluster.channel import HEARTBEAT, Channel, Ended, Silence
 from gemma_py.cluster.hosts import Host, Hosts
 from gemma_py.cluster.links import identity_of
 from gemma_py.errors import ComputationError, GemmaError, InputError, MismatchError
@@ -93,7 +93,11 @@ class _ClosedError(Exception):
 
 
 class Pool(BaseScheduler[Any, PooledRequest]):
-    """parallel: the most requests that all replicas together run at once. engine: of the front, which computes no requests."""
+    """A scheduler whose requests are computed by replicas.
+
+    The attribute `parallel` is the largest number of requests that all replicas together run at once. `engine` is the engine of
+    the front, which computes no requests.
+    """
 
     def __init__(
         self, engine: Engine, options: ReplicaOptions, hosts: Hosts, parallel: int = 8, queue: int = 64
@@ -402,8 +406,8 @@ class Pool(BaseScheduler[Any, PooledRequest]):
     def _first(self, silence: Silence, where: str) -> Ready:
         """Wait until a replica is ready."""
         try:
-            message = BEAT
-            while message is BEAT:
+            message = HEARTBEAT
+            while message is HEARTBEAT:
                 message = silence.receive()
         except Ended as ended:
             raise ComputationError(f"{where} {ended}") from None
@@ -423,7 +427,7 @@ class Pool(BaseScheduler[Any, PooledRequest]):
                 message = silence.receive()
                 if isinstance(message, Broken):
                     return f"{where} failed: {message.why}"
-                if message is not BEAT:
+                if message is not HEARTBEAT:
                     self._post(link, message)
         except Ended as ended:
             return f"{where} {ended}"

@@ -207,7 +207,11 @@ def test_a_file_that_is_no_output_is_refused_and_not_changed(run: Run, tmp_path:
     """Such as the file of requests itself, given twice, whose last line may have no end."""
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps(ROWS[0]) + end)
-    for other, text in (("in.jsonl", source.read_text()), ("other.jsonl", source.read_text()), ("notes.txt", "a" + end)):
+    for other, text in (
+        ("in.jsonl", source.read_text()),
+        ("other.jsonl", source.read_text()),
+        ("notes.txt", "a" + end),
+    ):
         (tmp_path / other).write_text(text)
         code, _, err = run("batch", source, tmp_path / other, TINY)
         assert code == 1 and err.count("\n") == 1 and f"{other}, line 1: " in err

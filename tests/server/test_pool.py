@@ -292,14 +292,14 @@ def test_a_silent_replica_is_lost(tiny_engine: gemma_py.Engine) -> None:
     assert reports[0] == "a replica gave no sign of life for 0.2 s; 0 requests wait for another replica"
 
 
-# --- mistakes that these tests find -----------------------------------------------------------------------------------
+# --- negative controls: mistakes that the tests above would find ------------------------------------------------------
 
 
 def test_control_a_replay_with_another_seed(pool: Pool, monkeypatch: pytest.MonkeyPatch, hosts: ScriptedHosts) -> None:
-    honest = PooledRequest.submitted
+    original = PooledRequest.submitted
 
     def submitted(self: PooledRequest, number: int) -> None:
-        honest(self, number)
+        original(self, number)
         self.request = replace(self.request, sampling=replace(self.request.sampling, seed=number))
 
     monkeypatch.setattr(PooledRequest, "submitted", submitted)
@@ -310,10 +310,10 @@ def test_control_a_replay_with_another_seed(pool: Pool, monkeypatch: pytest.Monk
 @contextlib.contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch, change: Callable[[int], int]) -> Iterator[None]:
     """Let requests begin a replay with a wrong number of tokens that they take for sent again."""
-    honest = PooledRequest.submitted
+    original = PooledRequest.submitted
 
     def submitted(self: PooledRequest, number: int) -> None:
-        honest(self, number)
+        original(self, number)
         if self.generated:
             self._again.generated = change(len(self.generated))
 
@@ -333,7 +333,7 @@ def test_control_a_token_that_is_left_out(pool: Pool, monkeypatch: pytest.Monkey
         assert replayed(pool, hosts) == [*ANSWER[:3], *ANSWER[4:]]
 
 
-def test_without_changed_counts_the_control_is_honest(
+def test_control_an_unchanged_count_gives_the_answer(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, hosts: ScriptedHosts
 ) -> None:
     with counted(monkeypatch, lambda sent: 0):
@@ -344,10 +344,10 @@ def test_control_a_late_event_that_counts(pool: Pool, monkeypatch: pytest.Monkey
     """Mutant: an event is found by the request's number alone, which every submission uses again."""
     monkeypatch.setattr(pools.itertools, "count", lambda: iter(lambda: 7, None))
     pool._numbers = iter(lambda: 7, None)  # type: ignore[assignment]
-    honest = Pool._deliver
+    original = Pool._deliver
 
     def deliver(self: Pool, link: Any, reported: Reported) -> None:
-        honest(self, next((other for other in self._links if reported.number in other.requests), link), reported)
+        original(self, next((other for other in self._links if reported.number in other.requests), link), reported)
 
     monkeypatch.setattr(Pool, "_deliver", deliver)
     with pytest.raises(AssertionError):

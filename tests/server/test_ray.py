@@ -56,7 +56,7 @@ with gemma_py.load(sys.argv[1], threads=2, shards=3, deadline=1.0, hosts=ray_hos
 
 
 @pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP"])
-def test_an_answer_goes_on_after_a_shard_ends_or_stalls(joined: Cluster, kind: str) -> None:
+def test_an_answer_continues_after_a_shard_ends_or_stalls(joined: Cluster, kind: str) -> None:
     with gemma_py.load(TINY, threads=2) as engine:
         prompt = [2, *range(100, 160)]
         wanted = [token.id for token in engine.generate(prompt, 60, temperature=1.0, seed=4, speculate="off")]

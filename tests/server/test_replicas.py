@@ -384,7 +384,7 @@ def test_no_process_is_left_when_the_server_ends(kind: signal.Signals) -> None:
 
 
 def test_a_stopped_front_loses_no_replica(engine: gemma_py.Engine) -> None:
-    """While the front is stopped, it hears no beats, but its replicas are not lost."""
+    """While the front is stopped, it hears no heartbeats, but its replicas are not lost."""
     with Process("--replicas", "2") as server:
         before = replicas_of(server.child.pid)
         server.child.send_signal(signal.SIGSTOP)
