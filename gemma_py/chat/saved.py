@@ -72,10 +72,10 @@ class SavedConversation:
         self._arrays, metadata = read_arrays(path)
         if (metadata.get("format"), metadata.get("version")) != (_FORMAT, _VERSION):
             raise FormatError(f"{path}: not a saved conversation, or saved by another version of gemma_py")
+        if metadata["kv"] != engine.kv_type:  # checked first, because the fingerprint depends on it
+            raise InputError(f"{path}: saved with --kv {metadata['kv']}, but this engine has --kv {engine.kv_type}")
         if metadata["model"] != engine.fingerprint():
             raise InputError(f"{path}: saved with a model or weights that differ from {engine.name}")
-        if metadata["kv"] != engine.kv_type:
-            raise InputError(f"{path}: saved with kv={metadata['kv']!r}, but this engine has kv={engine.kv_type!r}")
         self.description: dict[str, Any] = parse_json(self._arrays["description"].tobytes(), str(path))
         self._ids: list[int] = self._arrays["ids"].tolist()
         expected = {

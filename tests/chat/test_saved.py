@@ -94,7 +94,10 @@ def test_another_model_is_refused(told: tuple[Conversation, Path], tmp_path: Pat
     file.write_bytes(data)
     with gemma_py.load(tmp_path / "model") as engine, pytest.raises(InputError, match="weights that differ"):
         Conversation.load(engine, path)
-    with gemma_py.load(TINY, kv="bfloat16") as engine, pytest.raises(InputError):
+    with (
+        gemma_py.load(TINY, kv="bfloat16") as engine,
+        pytest.raises(InputError, match="saved with --kv float32, but this engine has --kv bfloat16"),
+    ):
         Conversation.load(engine, path)
     with gemma_py.load(TINY, context=20) as engine, pytest.raises(ContextError):
         Conversation.load(engine, path)
