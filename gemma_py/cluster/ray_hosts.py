@@ -77,7 +77,7 @@ def connect(address: str, allow_open: bool = False) -> "RayHosts":
     try:
         socket.create_connection((host, int(port)), _CONNECT).close()
     except (OSError, OverflowError) as error:
-        raise InputError(f"no Ray cluster answers at {address}: {error}") from None
+        raise InputError(f"no Ray cluster answers at {address}: {getattr(error, 'strerror', None) or error}") from None
     _check(address, allow_open)
     if not ray.is_initialized():
         # No option keeps Ray from printing the ends of processes to standard output, where this package prints answers.
