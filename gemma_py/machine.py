@@ -7,6 +7,7 @@ units. The quota is rounded down, because Linux suspends a process that has used
 `root` is the directory that contains proc/ and sys/. Only tests use another directory than "/".
 """
 
+import contextlib
 import os
 import platform
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,7 @@ ROOT = Path("/")
 
 
 def threads(root: Path = ROOT) -> int:
-    cores = physical_cores(affinity(), root)
+    cores = len(physical_cores(affinity(), root))
     allowed = quota(root)
     return max(1, cores if allowed is None else min(cores, int(allowed)))
 
@@ -27,9 +28,12 @@ def affinity() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def physical_cores(processors: Iterable[int], root: Path = ROOT) -> int:
-    """Count the cores of the given logical CPUs. If /sys does not list cores, every logical CPU counts as a core."""
-    return len({_siblings(number, root) or str(number) for number in processors})
+def physical_cores(processors: Iterable[int], root: Path = ROOT) -> list[set[int]]:
+    """Group logical CPUs by core, in ascending order. If /sys does not list cores, every logical CPU counts as a core."""
+    cores: dict[str, set[int]] = {}
+    for number in sorted(processors):
+        cores.setdefault(_siblings(number, root) or str(number), set()).add(number)
+    return list(cores.values())
 
 
 def _siblings(number: int, root: Path) -> str | None:
@@ -37,6 +41,13 @@ def _siblings(number: int, root: Path) -> str | None:
     topology = root / "sys/devices/system/cpu" / f"cpu{number}" / "topology"
     # Linux before 5.3 has only thread_siblings_list.
     return _text(topology / "core_cpus_list") or _text(topology / "thread_siblings_list")
+
+
+def stay_on(processors: set[int]) -> None:
+    """Let the calling thread run only on these logical CPUs, if the system supports this and allows it."""
+    if hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):  # some sandboxes forbid the call; then the system chooses the CPUs
+            os.sched_setaffinity(0, processors)
 
 
 def quota(root: Path = ROOT) -> float | None:

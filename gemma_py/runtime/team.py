@@ -125,9 +125,9 @@ class _Run(NamedTuple):
 class _WorkerThread(threading.Thread):
     """A worker thread with an inbox of runs. The thread refers to no team, so that its team can be garbage-collected."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, home: set[int] | None) -> None:
         self.inbox: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
-        super().__init__(target=_work, args=(number, self.inbox), name=f"gemma_py-{number}", daemon=True)
+        super().__init__(target=_work, args=(number, home, self.inbox), name=f"gemma_py-{number}", daemon=True)
         self.start()
 
     def stop(self) -> None:
@@ -135,7 +135,10 @@ class _WorkerThread(threading.Thread):
         self.inbox.put(None)
 
 
-def _work(number: int, inbox: "queue.SimpleQueue[_Run | None]") -> None:
+def _work(number: int, home: set[int] | None, inbox: "queue.SimpleQueue[_Run | None]") -> None:
+    """Perform runs. home: the logical CPUs on which this thread stays, or None for all CPUs"""
+    if home is not None:
+        machine.stay_on(home)
     ieee = is_ieee()
     while (run := inbox.get()) is not None:
         if ieee:
@@ -238,6 +241,10 @@ class Team:
             raise InputError(f"a team needs at least 1 worker and a deadline above 0, found {workers} and {deadline}")
         self.workers, self.deadline = workers, deadline
         self._spins = _MANY_SPINS if workers <= len(machine.affinity()) else _FEW_SPINS
+        # If every core has a worker, each worker stays on its core. Otherwise the system sometimes wakes two workers on one core,
+        # if another process runs on a core, and leaves them there for tens of milliseconds.
+        cores = machine.physical_cores(machine.affinity())
+        self._homes: list[set[int] | None] = [*cores] if len(cores) == workers else [None] * workers
         self._tick = min(0.1, deadline * _TICK)
         self._closed = False
         self.settled = True  # whether every worker has left the latest failed run
@@ -309,7 +316,7 @@ class Team:
         """
         for number, thread in enumerate(self._threads):
             if thread is None or not thread.is_alive():
-                self._threads[number] = _WorkerThread(number)
+                self._threads[number] = _WorkerThread(number, self._homes[number])
         self._stalled = [(thread, cells) for thread, cells in self._stalled if thread.is_alive()]
         return [thread for thread in self._threads if thread is not None]
 

@@ -160,3 +160,16 @@ def spin_at(worker, workers, cells, gate, who, written):
     while worker == who and sync.load_acquire(gate, 0) == 0:
         pass
     return sync.barrier(cells, worker, workers)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads have no CPU affinity here")
+def test_each_worker_stays_on_its_core_if_every_core_has_a_worker() -> None:
+    def affinities(workers: int) -> list[set[int]]:
+        with Team(workers) as team:
+            team.run(pass_barriers, 1)
+            return [os.sched_getaffinity(thread.native_id or 0) for thread in team._start_threads()]
+
+    cores = machine.physical_cores(machine.affinity())
+    assert affinities(len(cores)) == cores
+    more = len(cores) + 1
+    assert affinities(more) == [machine.affinity()] * more
