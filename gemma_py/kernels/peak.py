@@ -10,11 +10,24 @@ from gemma_py.kernels.decorator import kernel
 from gemma_py.kernels.matmul import CODE_PANELS, CODE_ROWS
 from gemma_py.kernels.simd.builders import LANES
 from gemma_py.kernels.simd.tiles import add_dots, row_offsets, zero_dots
-from gemma_py.kernels.simd.vectors import add, bitcast, fma, load, load_splat, store, sum_lanes, to_f32, zero, zero_ints
+from gemma_py.kernels.simd.vectors import (
+    add,
+    bitcast,
+    fma,
+    load,
+    load_splat,
+    prefetch_to_l2,
+    store,
+    sum_lanes,
+    to_f32,
+    zero,
+    zero_ints,
+)
 
 CHAINS = (6, 12)  # numbers of independent sums: 6 fill the registers of AVX2, 12 hide the FMA latency of AVX-512
 # The number of int16 pairs that `multiply_pairs` multiplies for each sum, so small that `x` and `w` fit in the L1 cache.
 PAIRS = 128
+_AHEAD = 1024  # how many values ahead `read_memory` prefetches
 
 
 @kernel
@@ -94,18 +107,21 @@ def multiply_pairs(worker, workers, cells, steps, x, w, out):
 
 @kernel
 def read_memory(worker, workers, cells, values, out):
-    """Read the values once. Each worker reads one part of the values, in four streams.
+    """Read the values once. Each worker reads one part of the values. Prefetching keeps more loads under way than the hardware
+    does by itself.
 
     values: [n * 64 * workers] f32, read
     out: [workers * 16] f32, written
     """
     share = values.shape[0] // workers
-    quarter, (y0, y1, y2, y3) = share // 4, zero_ints(4)
-    for at in range(worker * share, worker * share + quarter, LANES):
+    y0, y1, y2, y3 = zero_ints(4)
+    for at in range(worker * share, (worker + 1) * share, 4 * LANES):
+        for line in range(4):
+            prefetch_to_l2(values, at + _AHEAD + line * LANES)
         y0 = add(bitcast(load(values, at)), y0)
-        y1 = add(bitcast(load(values, at + quarter)), y1)
-        y2 = add(bitcast(load(values, at + 2 * quarter)), y2)
-        y3 = add(bitcast(load(values, at + 3 * quarter)), y3)
+        y1 = add(bitcast(load(values, at + LANES)), y1)
+        y2 = add(bitcast(load(values, at + 2 * LANES)), y2)
+        y3 = add(bitcast(load(values, at + 3 * LANES)), y3)
     out[worker * LANES] = sum_lanes(add(add(y0, y1), add(y2, y3)))
     return True
 
