@@ -1,4 +1,4 @@
-"""Estimate how many multiply-adds a cycle the products of quantised weights compute on ARM64 processors, with llvm-mca.
+"""Estimate how many multiply-adds a cycle the hottest loops compute on ARM64 processors, with llvm-mca.
 
     python tools/estimate_arm64.py [--cpus neoverse-n1,neoverse-v1] [--mca llvm-mca-19]
 
@@ -9,9 +9,11 @@ processor can reach; nothing is measured on hardware.
 
 decode     one row, codes of 4 bits (as in Q4_0) or of 8 bits (as in Q8_0)
 prefill    a tile of many rows, with a scale for every 32 weights
+scores     attention's products of queries and keys, in float32
+values     attention's sums of weighted values, in float32
 
-A multiply-add multiplies a 16-bit input code with a weight, and adds the product to a sum. The last line is one JSON
-object.
+Of decode and prefill, a multiply-add multiplies a 16-bit input code with a weight, and adds the product to a sum. The last
+line is one JSON object.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +33,13 @@ ROOT = Path(__file__).parent.parent
 CPUS = ("neoverse-n1", "neoverse-v1", "neoverse-v2", "apple-m1", "cortex-a72")
 # {row of the table: the compiled functions of which a processor's code has one}
 LOOPS = {"decode, 4 bits": ["one_row"], "decode, 8 bits": ["one_row_3"], "prefill": ["_quad_tile", "_code_tile"]}
+ATTENTION = ("scores", "values")
 RUN = 16 * 32  # multiply-adds of one row: 16 outputs of a panel, 32 inputs
 JUMP = re.compile(r"b\.\w+|b|cbn?z|tbn?z|ret|br")
+Kinds = dict[re.Pattern[str], int]
 # {vector instruction: its multiply-adds}. The instructions for 16 bytes count half, because an input has two bytes.
 MULTIPLY_ADDS = {re.compile(r"(s|u|us|su)dot"): 8, re.compile(r"[su]m(la|ul)l2?|mla|mul"): 4}
+FLOAT_MULTIPLY_ADDS = {re.compile("fmla"): 4}
 ITERATIONS = 100
 
 
@@ -41,13 +47,14 @@ ITERATIONS = 100
 
 
 def compile_kernels() -> None:
-    """Print the assembly of the products of quantised weights, and how many rows a tile has."""
+    """Print the assembly of the products of quantised weights and of attention, and how many rows a tile has."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
     import arm64_assembly
 
     from gemma_py.kernels import matmul
 
-    text = arm64_assembly.assembly(arm64_assembly.products, arm64_assembly.KERNELS[arm64_assembly.products])
+    wanted = (arm64_assembly.products, arm64_assembly.scores, arm64_assembly.values)
+    text = "\n".join(arm64_assembly.assembly(function, arm64_assembly.KERNELS[function]) for function in wanted)
     rows = {"_quad_tile": matmul.QUAD_ROWS, "_code_tile": matmul.CODE_ROWS}
     print(json.dumps({"assembly": text, "rows": rows}))
 
@@ -75,13 +82,14 @@ class Block:
     multiply_adds: int
 
 
-def multiply_adds(instruction: str) -> int:
+def multiply_adds(instruction: str, known: Kinds = MULTIPLY_ADDS) -> int:
     name, _, operands = instruction.partition("\t")
-    counts = [count for pattern, count in MULTIPLY_ADDS.items() if pattern.fullmatch(name)]
+    counts = [count for pattern, count in known.items() if pattern.fullmatch(name)]
     return sum(counts) if operands.startswith("v") else 0
 
 
-def blocks_of(lines: Iterable[str]) -> list[Block]:
+def blocks_of(lines: Iterable[str], known: Kinds = MULTIPLY_ADDS) -> list[Block]:
+    """known: the instructions that are counted as multiply-adds"""
     parts: list[list[str]] = [[]]
     labels: dict[str, int] = {}
     for line in lines:
@@ -98,7 +106,7 @@ def blocks_of(lines: Iterable[str]) -> list[Block]:
         successors = [labels[target]] if JUMP.fullmatch(name) and target in labels else []
         if name not in ("b", "ret", "br") and number + 1 < len(parts):
             successors.append(number + 1)
-        blocks.append(Block(part, successors, sum(map(multiply_adds, part))))
+        blocks.append(Block(part, successors, sum(multiply_adds(line, known) for line in part)))
     return blocks
 
 
@@ -170,6 +178,14 @@ def executed(blocks: Sequence[Block], rows: int) -> list[str]:
     return [instruction for number in path for instruction in blocks[number].instructions]
 
 
+def innermost(blocks: Sequence[Block]) -> tuple[list[str], int]:
+    """Return the instructions of one round of the loop with the most multiply-adds, and how many multiply-adds it has."""
+    hot = max(range(len(blocks)), key=lambda number: blocks[number].multiply_adds)
+    path = shortest(blocks, loop_around(blocks, set(range(len(blocks))), hot), hot, hot)
+    instructions = [instruction for number in path for instruction in blocks[number].instructions]
+    return instructions, sum(blocks[number].multiply_adds for number in path)
+
+
 # --- the estimate -----------------------------------------------------------------------------------------------------
 
 
@@ -181,15 +197,19 @@ def cycles(mca: str, cpu: str, instructions: Sequence[str]) -> float:
 
 
 def estimate(mca: str, cpu: str) -> dict[str, float]:
-    environment = {**os.environ, "NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ""}
     command = [sys.executable, __file__, "--step"]
-    made = json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
+    with tempfile.TemporaryDirectory() as cache:  # numba shows no assembly of kernels that it loads from its cache
+        environment = {**os.environ, "NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": "", "XDG_CACHE_HOME": cache}
+        made = json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
     compiled = functions(made["assembly"])
     figures = {}
     for title, names in LOOPS.items():
         (name,) = (name for name in names if name in compiled)
         rows = made["rows"].get(name, 1)
         figures[title] = rows * RUN / cycles(mca, cpu, executed(blocks_of(compiled[name]), rows))
+    for title in ATTENTION:
+        instructions, count = innermost(blocks_of(compiled[title], FLOAT_MULTIPLY_ADDS))
+        figures[title] = count / cycles(mca, cpu, instructions)
     return figures
 
 
@@ -204,7 +224,7 @@ def main() -> None:
     if not shutil.which(args.mca):
         parser.error(f"{args.mca} is not installed; on Debian: apt-get install llvm-19")
     table = {}
-    print("multiply-adds a cycle".ljust(24) + "".join(title.rjust(16) for title in LOOPS))
+    print("multiply-adds a cycle".ljust(24) + "".join(title.rjust(16) for title in (*LOOPS, *ATTENTION)))
     for cpu in args.cpus:
         table[cpu] = estimate(args.mca, cpu)
         print(cpu.ljust(24) + "".join(f"{figure:16.1f}" for figure in table[cpu].values()), flush=True)

@@ -10,9 +10,11 @@ import re
 import subprocess
 import sys
 
+import estimate_arm64
 import pytest
 from repository import ROOT, child_environment
 
+LANES, ROWS, VECTORS = 16, 4, 1  # of a tile of attention on ARM64
 # A program, not an import, because it replaces LLVM's target for its whole process.
 PROGRAM = ROOT / "tests" / "support" / "arm64_assembly.py"
 # `generic` is the oldest ARMv8, which loops for an atomic operation. Neoverse N1 and V1 have an instruction for each.
@@ -35,18 +37,19 @@ FUSED = re.compile(r"fn?m(add|sub)|fml[as]")
 
 
 @pytest.fixture(scope="module", params=CPUS)
-def compiled(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, dict[str, set[str]]]:
+def assembly(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, str]]:
     cache = str(tmp_path_factory.mktemp("cache"))
     environment = child_environment(NUMBA_CPU_NAME=request.param, NUMBA_CPU_FEATURES="", XDG_CACHE_HOME=cache)
     command = [sys.executable, str(PROGRAM)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    made = {
-        name: set(re.findall(r"^\s+([a-z][a-z0-9]*)\b", text, re.M)) for name, text in json.loads(done.stdout).items()
-    }
-    return request.param, made
+    return request.param, json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def compiled(assembly: tuple[str, dict[str, str]]) -> "Compiled":
+    cpu, texts = assembly
+    return cpu, {name: set(re.findall(r"^\s+([a-z][a-z0-9]*)\b", text, re.M)) for name, text in texts.items()}
 
 
 Compiled = tuple[str, dict[str, set[str]]]
@@ -77,3 +80,12 @@ def test_products_of_codes_are_widened_by_the_multiplication(compiled: Compiled)
 def test_quantised_weights_are_multiplied_by_the_fastest_instructions(compiled: Compiled) -> None:
     cpu, instructions = compiled
     assert {name for name in instructions["products"] if INTEGER_PRODUCT.fullmatch(name)} == PRODUCTS[cpu]
+
+
+@pytest.mark.parametrize("kernel", ["scores", "values"])
+def test_the_sums_of_attention_stay_in_registers(assembly: tuple[str, dict[str, str]], kernel: str) -> None:
+    _, texts = assembly
+    blocks = estimate_arm64.blocks_of(texts[kernel].splitlines(), estimate_arm64.FLOAT_MULTIPLY_ADDS)
+    instructions, count = estimate_arm64.innermost(blocks)
+    assert count == ROWS * VECTORS * LANES
+    assert not [instruction for instruction in instructions if re.search(r"\bq\d+.*\[sp\b", instruction)]

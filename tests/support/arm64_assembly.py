@@ -1,4 +1,5 @@
-"""Compiles small kernels and the products of quantised weights for ARM64 on any machine, and prints their assembly as JSON.
+"""Compiles small kernels, products of quantised weights and loops of attention for ARM64 on any machine, and prints their
+assembly as JSON.
 
 A test and tools/estimate_arm64.py run this file as a program.
 """
@@ -14,7 +15,7 @@ llvm.initialize_all_targets()
 llvm.initialize_all_asmprinters()
 llvm.get_process_triple = llvm.get_default_triple = lambda: "aarch64-unknown-linux-gnu"
 
-from gemma_py.kernels import atomics, matmul, panels  # noqa: E402  # numba reads the triple when it is first imported
+from gemma_py.kernels import atomics, attention, attention_layout, matmul, panels  # noqa: E402  # numba reads the triple when it is first imported
 from gemma_py.kernels.decorator import kernel  # noqa: E402
 from gemma_py.kernels.intrinsics import fma  # noqa: E402
 from gemma_py.kernels.simd import codes, dots, vectors  # noqa: E402
@@ -22,6 +23,7 @@ from gemma_py.kernels.simd import codes, dots, vectors  # noqa: E402
 CELLS, FLOATS, BYTES, WORDS = (numba.typeof(np.empty(1, kind)) for kind in (np.int64, np.float32, np.int8, np.int16))
 ROWS = numba.types.NamedTuple([WORDS, BYTES, FLOATS, FLOATS, FLOATS, FLOATS], matmul.CodedRows)
 PANELS = numba.types.NamedTuple([BYTES] + [numba.int64] * 10, panels.CodePanels)
+RING = numba.types.NamedTuple([FLOATS, FLOATS] + [numba.int64] * 6, attention_layout.Ring)
 BUFFER = numba.types.NamedTuple([WORDS, FLOATS, FLOATS], panels.UnpackBuffer)
 
 
@@ -69,9 +71,19 @@ def products(x, w, y, rows, unpacked):
     matmul.matmul_codes(x, w, y, 0, rows, 0, 4, unpacked)
 
 
+def scores(ring, q, out):
+    attention._scores_by_query_lanes(ring, 0, attention_layout.TILE, q, 0, out, 0, 0)
+
+
+def values(ring, out):
+    tile, queries = attention_layout.TILE, attention_layout.QUERY_BLOCK
+    attention._add_values_of_many(ring, 0, 0, tile, out, 0, 0, 0, queries, 0, ring.E, 0)
+
+
 KERNELS: dict[Callable[..., object], tuple[object, ...]] = dict.fromkeys((load, store, add, exchange, spin), (CELLS,))
 KERNELS |= dict.fromkeys((product_and_sum, products_and_sums, fused), (FLOATS,))
 KERNELS[dot] = BYTES, FLOATS
+KERNELS[scores], KERNELS[values] = (RING, FLOATS, FLOATS), (RING, FLOATS)
 KERNELS[products] = ROWS, PANELS, FLOATS, numba.int64, BUFFER
 
 

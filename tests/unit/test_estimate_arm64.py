@@ -51,6 +51,15 @@ def test_an_inner_loop_is_executed_for_each_half_of_a_run() -> None:
     assert found(TILE, 1) == ["fmul", *["smlal"] * 64, "b.ne", *["smlal"] * 64, "b.ne", "b.ne"]
 
 
+def test_one_round_of_the_innermost_loop_is_taken() -> None:
+    fmla = "\tfmla\tv0.4s, v1.4s, v2.4s"
+    lines = [".LBB0_1:", fmla, ".LBB0_2:", "\tldr\tq1, [x0]", *[fmla] * 3, "\tb.ne\t.LBB0_2", "\tb.ne\t.LBB0_1"]
+    blocks = estimate_arm64.blocks_of(lines, estimate_arm64.FLOAT_MULTIPLY_ADDS)
+    instructions, count = estimate_arm64.innermost(blocks)
+    assert [instruction.split("\t")[0] for instruction in instructions] == ["ldr", "fmla", "fmla", "fmla", "b.ne"]
+    assert count == 12
+
+
 def test_another_number_of_multiply_adds_is_an_error() -> None:
     with pytest.raises(SystemExit, match="1024 multiply-adds were expected, but 512 were found"):
         found(DECODE, 2)
