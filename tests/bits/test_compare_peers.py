@@ -1,7 +1,6 @@
 """tools/compare_peers.py, without any other runtime."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -99,23 +98,22 @@ def test_ours_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert "| missing |" in "\n".join(lines)
 
 
-def test_a_neighbour_is_busy_during_the_test_and_ends(tmp_path: Path) -> None:
-    def neighbours() -> list[str]:
-        command = ["ps", "--ppid", str(os.getpid()), "-o", "ni=,args="]
-        return [
-            line
-            for line in subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-            if "while" in line
-        ]
+def test_a_neighbour_is_busy_during_the_test_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(command: list[str]) -> "subprocess.Popen[bytes]":
+        started.append(popen(command))
+        return started[-1]
 
     def ask(worker: object) -> float:
-        found.extend(neighbours())
+        assert len(started) == 1 and started[0].poll() is None
         return 1.5
 
-    found: list[str] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(compare_peers.subprocess, "Popen", start)
     assert compare_peers.beside_neighbour(ask, 7)(None) == 1.5  # type: ignore[arg-type]
-    assert len(found) == 1
-    assert neighbours() == []
+    assert started[0].args[:3] == ["nice", "-n", "7"]  # type: ignore[index]
+    assert started[0].poll() is not None
 
 
 def test_llama_bench_of_ik_llama(tmp_path: Path) -> None:
