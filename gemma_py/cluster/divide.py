@@ -76,6 +76,7 @@ class _Starter:
 
     def __init__(self, hosts: Hosts, join: Join, spans: Sequence[str], needs: Sequence[int]) -> None:
         self.patience = hosts.patience
+        self.overlap = not isinstance(hosts, ThisMachine) or join.threads < machine.threads()
         self._hosts, self._join, self._spans, self._needs = hosts, join, spans, needs
         self._planned: list[Host | None] = [*place(hosts.usable(), needs)]
         self._started: list[Host | None] = [None] * len(needs)

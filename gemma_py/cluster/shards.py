@@ -90,10 +90,15 @@ class LocalLink:
 
 
 class Starter(Protocol):
-    """patience: how many seconds to try again, if a shard ends or cannot be started"""
+    """patience: how many seconds to try again, if a shard ends or cannot be started.
+    overlap: whether shards compute at the same time, because a shard alone does not use all their cores
+    """
 
     @property
     def patience(self) -> float: ...
+
+    @property
+    def overlap(self) -> bool: ...
 
     def start(self, number: int) -> Link:
         """Start the shard with this number, or another one in its place."""
@@ -124,8 +129,9 @@ class Shards(Runner):
         super().__init__(program, config, shared, kv)
         self.spans, self.epoch, self._lost = spans, 0, lost
         self._starter, self._process = starter, os.getpid()
-        # A longer pass has more pieces, so the shards wait less while its first and its last piece are computed.
-        self.chunk = CHUNK * len(spans)
+        if starter.overlap:
+            # A longer pass has more pieces, so the shards wait less while its first and its last piece are computed.
+            self.chunk = CHUNK * len(spans)
         self.local = Shard(SpanRunner(spans[-1], shared, kv))
         self._orders: list[Order] = []
         self._blocks = self._last_number = 0
@@ -189,7 +195,8 @@ class Shards(Runner):
         """Run a pass. Return the logits of each sequence."""
         mine = self.local.runner.instruments
         mine.fault_plan, mine.profile = self.instruments.fault_plan, self.instruments.profile
-        pieces = [parts] if traces is not None or len(self._links) == 1 else divided(parts, _PIECE)
+        whole = traces is not None or len(self._links) == 1 or not self._starter.overlap
+        pieces = [parts] if whole else divided(parts, _PIECE)
         orders: list[list[Order]] = [
             [Run(piece, ahead, self.instruments.poison, traces is not None)] for piece in pieces
         ]

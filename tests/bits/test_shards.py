@@ -36,6 +36,7 @@ def sharded(path: Path, shards: int, threads: int, kv: str = "float32") -> Itera
 
         class InThisProcess:
             patience = 0.0
+            overlap = True
 
             def start(self, number: int) -> LocalLink:
                 return LocalLink(Shard(SpanRunner(spans[number], SharedTeam(threads), kv)))
