@@ -38,7 +38,11 @@ RUN = 16 * 32  # multiply-adds of one row: 16 outputs of a panel, 32 inputs
 JUMP = re.compile(r"b\.\w+|b|cbn?z|tbn?z|ret|br")
 Kinds = dict[re.Pattern[str], int]
 # {vector instruction: its multiply-adds}. The instructions for 16 bytes count half, because an input has two bytes.
-MULTIPLY_ADDS = {re.compile(r"(s|u|us|su)dot"): 8, re.compile(r"[su]m(la|ul)l2?|mla|mul"): 4}
+MULTIPLY_ADDS = {
+    re.compile(r"(s|us)mmla"): 16,
+    re.compile(r"(s|u|us|su)dot"): 8,
+    re.compile(r"[su]m(la|ul)l2?|mla|mul"): 4,
+}
 FLOAT_MULTIPLY_ADDS = {re.compile("fmla"): 4}
 ITERATIONS = 100
 
@@ -148,7 +152,8 @@ def loop_around(blocks: Sequence[Block], nodes: set[int], block: int) -> set[int
 
 def header_of(blocks: Sequence[Block], loop: set[int]) -> int:
     """Return the block at which a loop is entered."""
-    outside = [block for number, block in enumerate(blocks) if number not in loop]
+    reached = {0}.union(*(block.successors for block in blocks))
+    outside = [block for number, block in enumerate(blocks) if number not in loop and number in reached]
     return min(number for block in outside for number in block.successors if number in loop)
 
 

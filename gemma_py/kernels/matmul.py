@@ -34,16 +34,18 @@ from gemma_py.kernels.panels import (
     unpack_panel,
     unpack_quads,
 )
-from gemma_py.kernels.simd.target import FLIPS_LOW, IS_ARM64, USES_SDOT, USES_VNNI, USES_ZMM
+from gemma_py.kernels.simd.target import FLIPS_LOW, IS_ARM64, USES_I8MM, USES_SDOT, USES_VNNI, USES_ZMM
 from gemma_py.kernels.simd.tiles import (
     add_byte_dots,
     add_dots,
+    add_paired_dots,
     add_products,
     add_scaled,
     add_tiles,
     prefetch_totals,
     row_offsets,
     shift_dots,
+    split_rows,
     start_dots,
     store_partial_totals,
     store_totals,
@@ -59,7 +61,9 @@ from gemma_py.kernels.simd.vectors import (
 FLOAT_ROWS, FLOAT_PANELS = (6, 4) if USES_ZMM else (6, 1)
 CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (3, 1) if IS_ARM64 else (5, 1)
 # Rows and panels of a tile that multiplies bytes. For two panels, loading the inputs would take longer than multiplying.
+# With smmla, which multiplies two rows at a time, 6 rows would not fit in the registers.
 QUAD_ROWS, QUAD_PANELS = 4, 4 if USES_ZMM else CODE_PANELS
+_add_byte_dots = add_paired_dots if USES_I8MM else add_byte_dots
 # How many cache lines a tile prefetches for a byte of 16 inputs. A run of 8-bit codes with its scales has 8.5 lines.
 _LINES = (QUAD_PANELS * 17 + 7) // 8
 MATVEC_PANELS = 4  # the number of float panels with which a single row is multiplied at a time
@@ -237,7 +241,7 @@ def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, 
             dots = start_dots(x.flip_sums, of_16, half, 1, QUAD_PANELS)
         for h in range(halves):
             line = _prefetch_lines(w.arena, line, step)
-            dots = add_byte_dots(1, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
+            dots = _add_byte_dots(1, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
         dots = shift_dots(dots)
         if FLIPS_LOW:
             if halves == 2:
@@ -246,7 +250,9 @@ def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, 
                 dots = add_tiles(dots, start_dots(x.flip_sums, of_16, half, 1, QUAD_PANELS))
         for h in range(halves):
             line = _prefetch_lines(w.arena, line, step)
-            dots = add_byte_dots(0, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
+            dots = _add_byte_dots(0, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
+        if USES_I8MM:
+            dots = split_rows(dots)
         totals = add_scaled(x.scales, scales, block, unpacked.scales, weights_at, dots, totals)
         if w.minimums:
             if halves == 2:

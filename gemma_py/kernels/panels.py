@@ -29,6 +29,7 @@ from gemma_py.kernels.decorator import force_inlined, inlined
 from gemma_py.kernels.simd.codes import (
     bytes_lshr,
     bytes_sub,
+    join_quads,
     load_bytes,
     load_f16,
     load_words,
@@ -40,7 +41,7 @@ from gemma_py.kernels.simd.codes import (
     words_shl,
     words_sub,
 )
-from gemma_py.kernels.simd.target import IS_ARM64
+from gemma_py.kernels.simd.target import IS_ARM64, USES_I8MM
 from gemma_py.kernels.simd.vectors import mul, store, zero
 
 COLUMNS = 16  # outputs of a panel
@@ -70,7 +71,8 @@ class CodePanels(NamedTuple):
 class UnpackBuffer(NamedTuple):
     """A worker's scratch for `columns` unpacked panels."""
 
-    # int16, codes without the offset: either pairs [K / 2, columns, 16, 2], or the bytes of quads [columns, K / 4, 16, 4]
+    # int16, codes without the offset: either pairs [K / 2, columns, 16, 2], or the bytes of quads [columns, K / 4, 16, 4],
+    # or with ARM64's smmla the bytes of two quads [columns, K / 8, 16, 8]
     codes: np.ndarray
     scales: np.ndarray  # f32 [K / group, columns, 16]
     minimums: np.ndarray  # f32 [K / group, columns, 16]
@@ -259,7 +261,7 @@ def load_run_scales(w, block_scales, block_minimums, at, sub_scale_bytes):
 @force_inlined
 def reads_quads_in_place(w):
     """Return whether the codes of all runs are signed bytes at equal distances, so that `unpack_quads` need not copy them."""
-    return w.width == 8 and w.block == INPUT_BLOCK
+    return w.width == 8 and w.block == INPUT_BLOCK and not USES_I8MM
 
 
 def _make_unpack(as_quads: bool) -> Any:
@@ -282,8 +284,18 @@ def _make_unpack(as_quads: bool) -> Any:
                     g += columns
                 at += sub_scale_bytes * (1 + w.minimums)
                 if as_quads:
-                    if not in_place:
-                        out_at = (column * w.K + k) // 4 * _PAIRS
+                    out_at = (column * w.K + k) // 4 * _PAIRS
+                    if USES_I8MM:
+                        for v in range(0, w.quads, 2):
+                            low, high = quads(w.arena, at, v)
+                            next_low, next_high = quads(w.arena, at, v + 1)
+                            low, next_low = join_quads(bytes_sub(low, w.offset), bytes_sub(next_low, w.offset))
+                            high, next_high = join_quads(bytes_sub(high, w.offset), bytes_sub(next_high, w.offset))
+                            store_words(unpacked.codes, out_at + v * _PAIRS, low)
+                            store_words(unpacked.codes, out_at + (v + 1) * _PAIRS, next_low)
+                            store_words(unpacked.codes, out_at + (v + 4) * _PAIRS, high)
+                            store_words(unpacked.codes, out_at + (v + 5) * _PAIRS, next_high)
+                    elif not in_place:
                         for v in range(w.quads):
                             low, high = quads(w.arena, at, v)
                             store_words(unpacked.codes, out_at + v * _PAIRS, bytes_sub(low, w.offset))

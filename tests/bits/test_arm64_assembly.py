@@ -26,11 +26,11 @@ EXPECTED = {
     "neoverse-v1": ONE_INSTRUCTION,
 }
 # Vector instructions that multiply integers. sudot is usdot with its operands exchanged.
-INTEGER_PRODUCT = re.compile(r"[su]ml[as]l2?|[su]mull2?|ml[as]|[su]{1,2}dot")
+INTEGER_PRODUCT = re.compile(r"[su]ml[as]l2?|[su]mull2?|ml[as]|[su]{1,2}dot|us?mmla|smmla")
 PRODUCTS = {
     "generic": {"smull", "smull2", "smlal", "smlal2"},
     "neoverse-n1": {"sdot", "udot"},
-    "neoverse-v1": {"sdot", "sudot"},
+    "neoverse-v1": {"sdot", "sudot", "smmla", "usmmla"},
 }
 ATOMIC = re.compile(r"(ld|st)(a|l|x)\w*r|ldadd\w*|cas\w*|dmb|swp\w*")
 FUSED = re.compile(r"fn?m(add|sub)|fml[as]")

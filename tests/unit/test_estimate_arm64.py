@@ -51,6 +51,14 @@ def test_an_inner_loop_is_executed_for_each_half_of_a_run() -> None:
     assert found(TILE, 1) == ["fmul", *["smlal"] * 64, "b.ne", *["smlal"] * 64, "b.ne", "b.ne"]
 
 
+def test_code_that_nothing_leads_to_does_not_enter_a_loop() -> None:
+    lines = [
+        *["\tb\t.LBB0_2", ".LBB0_1:", "\tfneg\tv3.4s, v3.4s", ".LBB0_2:", "\tmov\tx0, x1", ".LBB0_3:"],
+        *[*ROW, "\tb.ne\t.LBB0_2", "\tb.ne\t.LBB0_1"],
+    ]
+    assert found(lines, 1) == ["mov", *["sdot"] * 64, "b.ne"]
+
+
 def test_one_round_of_the_innermost_loop_is_taken() -> None:
     fmla = "\tfmla\tv0.4s, v1.4s, v2.4s"
     lines = [".LBB0_1:", fmla, ".LBB0_2:", "\tldr\tq1, [x0]", *[fmla] * 3, "\tb.ne\t.LBB0_2", "\tb.ne\t.LBB0_1"]
@@ -68,6 +76,7 @@ def test_another_number_of_multiply_adds_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("instruction", "count"),
     [
+        ("usmmla\tv0.4s, v1.16b, v2.16b", 16),
         ("sudot\tv0.4s, v1.16b, v2.4b[1]", 8),
         ("smlal2\tv0.4s, v1.8h, v2.h[1]", 4),
         ("smull\tv0.4s, v1.4h, v2.4h", 4),

@@ -45,6 +45,24 @@ def store_words(typing, array, index, value):
 
 
 @intrinsic
+def join_quads(typing, quads, next_quads):
+    """Return two vectors with eight bytes of each output: the first with outputs 0 to 7, the second with outputs 8 to 15.
+
+    quads, next_quads: four bytes of each of sixteen outputs, and the next four
+    """
+
+    def codegen(context, builder, sig, args):
+        a, b = (builder.bitcast(value, i32x16.llvm) for value in args)
+        joined = []
+        for first in (0, 8):
+            order = [lane + vector for lane in range(first, first + 8) for vector in (0, 16)]
+            joined.append(builder.bitcast(shuffle(builder, a, b, order), i16x32.llvm))
+        return context.make_tuple(builder, sig.return_type, joined)
+
+    return types.UniTuple(i16x32, 2)(i16x32, i16x32), codegen
+
+
+@intrinsic
 def store_codes(typing, array, index, value):
     """Store sixteen integers as int16. Every four are stored in the order 0, 2, 1, 3, which matches the code panels."""
     if not is_flat(array, types.int16):

@@ -1,6 +1,7 @@
 """Exact dot products of integer codes on ARM64, whose registers (NEON) have 128 bits, a quarter of sixteen lanes.
 
-sdot, udot and usdot multiply bytes: four products are added to each of four lanes. smlal multiplies four int16.
+sdot, udot and usdot multiply bytes: four products are added to each of four lanes. smmla and usmmla multiply two rows of
+eight bytes with two columns: eight products are added to each of four lanes. smlal multiplies four int16.
 """
 
 from llvmlite import ir
@@ -78,6 +79,28 @@ def add_byte_dot(context, builder, high, weights, planes, quad, total):
     quarters = [[_quarter_of(builder, value, quarter) for value in (weights, total)] for quarter in range(4)]
     dots = [_byte_dot(context, builder, high, part, planes, quad, sums) for part, sums in quarters]
     return _join_quarters(builder, dots)
+
+
+def add_matrix_dots(builder, high, weights, planes, totals):
+    """Return the totals of two rows, plus the dot products of eight inputs and sixteen outputs. Needs smmla.
+
+    high: True for the inputs' signed high bytes, False for their unsigned low bytes
+    weights: a pair of vectors, as `join_quads` returns them
+    planes: for each of the two rows, what `load_planes` returns
+    totals: a pair of vectors. Each quarter belongs to two outputs, and has row 0 and then row 1; see `split_rows`
+    """
+    name = "smmla" if high else "usmmla"
+    row_0, row_1 = planes
+    codes = builder.bitcast(shuffle(builder, row_0, row_1, range(0 if high else 1, 8, 2)), _BYTES)
+    results = []
+    for part, total in zip(weights, totals, strict=True):
+        quarters = []
+        for quarter in range(4):
+            operands = [_quarter_of(builder, total, quarter), codes]
+            operands.append(builder.bitcast(_quarter_of(builder, part, quarter), _BYTES))
+            quarters.append(call_llvm(builder, f"llvm.aarch64.neon.{name}.v4i32.v16i8", _FOUR, operands))
+        results.append(_join_quarters(builder, quarters))
+    return results
 
 
 @intrinsic(prefer_literal=True)

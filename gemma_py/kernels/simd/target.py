@@ -73,7 +73,7 @@ def has_neon_dot(name, triple, cpu, features):
     """Return whether the target has an instruction of ARM64 that multiplies bytes and adds the products of each quad.
 
     name: sdot, which multiplies signed bytes (FEAT_DotProd, which also has udot for unsigned bytes), or usdot, which
-    multiplies unsigned with signed bytes (FEAT_I8MM)
+    multiplies unsigned with signed bytes (FEAT_I8MM, which also has smmla and usmmla for matrices of two rows)
     """
     if not is_arm64(triple):
         return False
@@ -105,7 +105,7 @@ USES_ZMM: bool = uses_zmm(*TARGET)
 USES_VNNI: bool = uses_vnni(*TARGET)
 IS_ARM64: bool = is_arm64(TARGET[0])
 USES_SDOT: bool = has_neon_dot("sdot", *TARGET)
-USES_USDOT: bool = has_neon_dot("usdot", *TARGET)
+USES_I8MM: bool = has_neon_dot("usdot", *TARGET)
 # Whether no instruction multiplies unsigned bytes of inputs with signed weights. Then the weights are made unsigned by adding
 # 128, which flips their sign bits.
-FLIPS_LOW: bool = USES_SDOT and not USES_USDOT
+FLIPS_LOW: bool = USES_SDOT and not USES_I8MM

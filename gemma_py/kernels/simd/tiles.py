@@ -24,11 +24,12 @@ from gemma_py.kernels.simd.builders import (
     load_value_at,
     masked_store,
     prefetch_line,
+    shuffle,
     splat_scalar,
     vector_constant,
 )
 from gemma_py.kernels.simd.dots import dot_pairs_value, load_splat_pair_value, vnni_instruction
-from gemma_py.kernels.simd.neon import SIGN_BITS, add_byte_dot, load_planes
+from gemma_py.kernels.simd.neon import SIGN_BITS, add_byte_dot, add_matrix_dots, load_planes
 from gemma_py.kernels.simd.target import FLIPS_LOW, USES_SDOT, USES_VNNI
 
 
@@ -237,6 +238,49 @@ def add_byte_dots(typing, high, planes, offsets, step, weights, at, stride, dots
         return context.make_tuple(builder, sig.return_type, results)
 
     return dots(high, planes, offsets, types.intp, weights, types.intp, types.intp, dots), codegen
+
+
+@intrinsic(prefer_literal=True)
+def add_paired_dots(typing, high, planes, offsets, step, weights, at, stride, dots):
+    """Do what `add_byte_dots` does with smmla, for an even number of rows and one panel.
+
+    weights: the quads of each output are joined to pairs; see `join_quads`
+    dots: see `split_rows`
+    """
+    is_high, columns = high.literal_value == 1, dots.count // offsets.count
+    if columns != 1 or offsets.count % 2:
+        return None
+
+    def codegen(context, builder, sig, args):
+        _, _, offsets, step, _, at, _, dots = args
+        results, offsets = _tuple_values(builder, dots), _tuple_values(builder, offsets)
+        for pair in range(2):
+            parts = [
+                load_value_at(context, builder, weights, args[4], _add_constant(builder, at, place), i32x16.llvm, 1)
+                for place in (128 * pair, 128 * pair + 64)
+            ]
+            for r in range(0, len(offsets), 2):
+                places = [builder.add(offset, step) for offset in offsets[r : r + 2]]
+                codes = [load_planes(context, builder, planes, args[1], place, pair) for place in places]
+                results[r : r + 2] = add_matrix_dots(builder, is_high, parts, codes, results[r : r + 2])
+        return context.make_tuple(builder, sig.return_type, results)
+
+    return dots(high, planes, offsets, types.intp, weights, types.intp, types.intp, dots), codegen
+
+
+@intrinsic
+def split_rows(typing, totals):
+    """Return a tile of totals by rows and outputs, from totals that `add_matrix_dots` computed for each two rows."""
+
+    def codegen(context, builder, sig, args):
+        values, rows = _tuple_values(builder, args[0]), []
+        for a, b in zip(values[::2], values[1::2], strict=True):
+            for row in range(2):
+                order = [4 * quarter + 2 * row + column for quarter in range(8) for column in range(2)]
+                rows.append(shuffle(builder, a, b, order))
+        return context.make_tuple(builder, totals, rows)
+
+    return totals(totals), codegen
 
 
 @intrinsic
