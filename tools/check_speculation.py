@@ -6,8 +6,9 @@ digests.
 The model `tiny` stands for a tiny model of each family and two tiny models with a vocabulary. By default, the tool uses
 `tiny` and the demo model. A case has at random
 
-- an engine with 1 to 4 threads and a KV cache of float32 or bfloat16;
-- a source of guesses: none, copied text, a prediction, a grammar, a draft model, or right, half right, random or wrong guesses;
+- an engine with 1 to 4 threads and a KV cache of float32, bfloat16 or q8_0;
+- a source of guesses: none, copied text, a prediction, a grammar, a draft model, an assistant, or right, half right, random
+  or wrong guesses;
 - a number of guesses in a pass;
 - requests with sampling, penalties, stop strings, end tokens, JSON schemas or tool calls, whose prompts often end near the end
   of a window or of the context. They are answered alone or in shared passes.
@@ -23,15 +24,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
+import assisted
 import tiny_checkpoints as tiny
+import tiny_families
 from answers import Outcome, outcome, told
 from crowd import Client
 from drafters import Eager, drafting
@@ -44,17 +48,19 @@ from gemma_py.catalog import DEFAULT_MODEL
 from gemma_py.cli.common import markdown, positive
 from gemma_py.errors import GemmaError
 from gemma_py.generate.answer import Constraint
+from gemma_py.generate.assistant import Assistant
 from gemma_py.generate.core import Request
 from gemma_py.generate.events import Finished
 from gemma_py.generate.options import Sampling
 from gemma_py.generate.scheduler import Scheduler
 from gemma_py.generate.speculation import MOST_GUESSES, Pace
+from gemma_py.runtime.kv_types import KV_TYPES
 from gemma_py.server.openai.constraint import JsonConstraints
 from gemma_py.templates.notation import CallConstraint, marks_of
 
 FAMILIES = ("gemma1-multi-head", "gemma2", "gemma3", "gemma3-multi-query", "gemma3n-wrapped", "gemma4-e2b", "gemma4-dense",
             "gemma4-experts", "gemma4-unified")  # fmt: skip
-DRAFTERS = ("none", "lookup", "prediction", "grammar", "oracle", "half", "random", "wrong", "model")
+DRAFTERS = ("none", "lookup", "prediction", "grammar", "oracle", "half", "random", "wrong")
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -199,8 +205,9 @@ class Checker:
         """Compare the answers of one case. Returns the number of compared tokens."""
         engine, clients = self._engine, rng.choice([1, 1, 1, rng.randint(2, 7)])
         engine.set_threads(1)
-        kinds = [kind for kind in DRAFTERS if (kind != "grammar" or self._constraints) and kind != "model"]
-        drafter = "model" if engine.draft is not None else rng.choice(kinds)
+        drafter = rng.choice([kind for kind in DRAFTERS if kind != "grammar" or self._constraints])
+        if engine.draft is not None:
+            drafter = "assistant" if isinstance(engine.draft, Assistant) else "model"
         asked = [drawn_request(rng, engine, self._constraints, drafter == "grammar") for _ in range(clients)]
         asked = list({tuple(one.request.ids): one for one in asked}.values())
         engine.pace = Pace()
@@ -212,7 +219,9 @@ class Checker:
             ]
         engine.set_threads(rng.choice([1, 1, 2, 3, 4]))
         engine.pace = rng.choice([Pace(), Eager(1), Eager(3), Eager(), Eager(4, 2)])
-        kind = {"prediction": "lookup", "grammar": "none", "model": "lookup"}.get(drafter, drafter)
+        kind = {"prediction": "lookup", "grammar": "none", "model": "lookup", "assistant": "lookup"}.get(
+            drafter, drafter
+        )
         answers = {
             tuple(one.request.ids): [token for token, *_ in want.tokens]
             for one, want in zip(asked, wanted, strict=True)
@@ -303,37 +312,47 @@ def _first_difference(made: Outcome, want: Outcome) -> str:
 
 
 @contextmanager
-def models(names: Sequence[str]) -> Iterator[dict[str, Path | str]]:
-    """Yields {name: path}. The name `tiny` stands for several models."""
+def models(names: Sequence[str]) -> Iterator[tuple[dict[str, Path | str], dict[str, Path]]]:
+    """Yields {name: path}, and {name: path of its assistant}. The name `tiny` stands for several models."""
     with tempfile.TemporaryDirectory() as folder:
         made: dict[str, Path | str] = {name: name for name in names if name != "tiny"}
+        assistants = {}
         if "tiny" in names:
             made |= {"tiny-gemma3": TINY, "gemma4 with tools": write_checkpoint(Path(folder) / "tools")}
             for name in FAMILIES:
                 made[name] = Path(folder) / name
                 tiny.write(VARIANTS[name], Path(folder) / name, seed=1)
-        yield made
+                if name in tiny_families.ASSISTANTS:
+                    assistants[name] = assisted.written(name, Path(folder) / f"assistant of {name}")
+        yield made, assistants
 
 
-def engines(named: dict[str, Path | str], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def engines(
+    named: Mapping[str, Path | str], assistants: Mapping[str, Path], seed: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (name, options of `load`) in endless rounds. Each round gives every model another KV type or draft model."""
     number = seed
     while True:
         for name, path in named.items():
-            options: dict[str, Any] = {"kv": ("float32", "bfloat16")[number % 2]}
-            if number % 3 == 2:
-                options["draft"] = path
-            yield name, options
+            options: dict[str, Any] = {"kv": tuple(KV_TYPES)[number % len(KV_TYPES)]}
+            draft = {2: path, 3: assistants.get(name)}.get(number % 4)
+            yield name, options if draft is None else options | {"draft": draft}
         number += 1
 
 
-def check(named: dict[str, Path | str], tokens: int, seed: int, only: str | None = None) -> dict[str, Any]:
+def check(
+    named: Mapping[str, Path | str],
+    tokens: int,
+    seed: int,
+    only: str | None = None,
+    assistants: Mapping[str, Path] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Compare at least this many tokens, or only one case. Returns the counts. Raises SystemExit at the first
     difference.
     """
     counts: Counter[str] = Counter()
     begun = shown = time.monotonic()
-    for number, (name, options) in enumerate(engines(named, seed)):
+    for number, (name, options) in enumerate(engines(named, assistants, seed)):
         label = f"{name}:{options['kv']}:{'draft:' if 'draft' in options else ''}{number}"
         context = 160 if name in FAMILIES or "tiny" in name else 700
         if only is not None and not only.startswith(label + ":"):
@@ -368,8 +387,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", help="check only the case that an error message has named")
     args = parser.parse_args()
-    with models(args.models) as named:
-        report = check(named, args.tokens, args.seed, args.case)
+    with models(args.models) as (named, assistants):
+        report = check(named, args.tokens, args.seed, args.case, assistants)
     numbers = [(name, f"{value:,}") for name, value in report.items()]
     print(markdown(("", "tokens"), numbers))
     print(json.dumps(report))

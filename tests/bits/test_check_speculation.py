@@ -9,6 +9,7 @@ from repository import TINY
 
 from gemma_py.generate.sampling import Sampler
 from gemma_py.generate.speculation import Speculation
+from gemma_py.runtime.kv_types import KV_TYPES
 
 
 def test_random_cases_match(checkpoints: dict[str, Path]) -> None:
@@ -17,11 +18,10 @@ def test_random_cases_match(checkpoints: dict[str, Path]) -> None:
     assert min(report["alone"], report["shared passes"], report["guessed"], report["accepted"]) > 0
 
 
-def test_engines_have_every_kv_cache_with_and_without_a_draft_model() -> None:
-    made = list(itertools.islice(check_speculation.engines({"tiny-gemma3": TINY}, 0), 6))
-    assert {(options["kv"], "draft" in options) for _, options in made} == {
-        (kv, draft) for kv in ("float32", "bfloat16") for draft in (False, True)
-    }
+def test_engines_have_every_kv_cache_and_draft_model() -> None:
+    made = check_speculation.engines({"tiny-gemma3": TINY}, {"tiny-gemma3": Path("assistant")}, 0)
+    found = {(options["kv"], options.get("draft")) for _, options in itertools.islice(made, 12)}
+    assert found == set(itertools.product(KV_TYPES, (None, TINY, Path("assistant"))))
 
 
 def test_control_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
