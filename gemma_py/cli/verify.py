@@ -34,6 +34,7 @@ from gemma_py.cli.common import (
     print_json,
 )
 from gemma_py.cli.progress import LoadProgress, ProgressBar
+from gemma_py.cluster.spans import check_shards
 from gemma_py.errors import MismatchError
 from gemma_py.generate.engine import Engine
 from gemma_py.paths import check_writable
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
         with open_engine(max(args.threads)) as engine:
             note_exceptions(engine)
             if max(args.shards) > 1:
-                check_divisible(engine, max(args.shards))
+                check_shards(engine.config, max(args.shards))
             wanted, theirs = args.tokens, None
             if args.against is not None:
                 theirs = trace_file.read_trace(args.against)
@@ -125,12 +126,6 @@ def run(args: argparse.Namespace) -> None:
     for difference in (apart, *(found for _, found in on_hosts)):
         if difference is not None:
             raise MismatchError(str(difference))
-
-
-def check_divisible(engine: Engine, shards: int) -> None:
-    from gemma_py.cluster.spans import check_shards
-
-    check_shards(engine.config, shards)
 
 
 def show(

@@ -41,8 +41,6 @@ def divide(checkpoint: Checkpoint, whole: Runner, quant: str | None, division: D
     whole: the runner of the undivided model, whose worker team the last shard uses. lost: see `Shards`.
     """
     config, program, shared, kv, shards = whole.config, whole.program, whole.shared, whole.kv, division.shards
-    if config.embedding is not None:
-        raise InputError(f"{checkpoint.path}: an embedding model cannot be divided into shards")
     tokens = min(_TOKENS, config.max_position_embeddings)
     hosts = division.hosts.usable()
     room = None

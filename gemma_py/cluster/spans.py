@@ -61,6 +61,8 @@ def check_shards(config: Config, shards: int) -> None:
     """Raise InputError if a model cannot be divided into this number of shards."""
     if type(shards) is not int or shards < 1:
         raise InputError(f"shards should be at least 1, found {shards!r:.40}")
+    if config.embedding is not None:
+        raise InputError("an embedding model cannot be divided into shards")
     allowed, layers = allowed_cuts(config), len(config.layers)
     if shards <= len(allowed):
         return
