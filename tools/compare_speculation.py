@@ -80,7 +80,8 @@ def transformers(path: Path, threads: int) -> Run:
 
     torch.set_num_threads(threads)
     model = dequantised(path)
-    model.generation_config.eos_token_id = None
+    # No token has this number. Some versions of transformers cannot look up prompts without a number here.
+    model.generation_config.eos_token_id = model.config.vocab_size
 
     def run(ids: list[int], tokens: int, lookup: bool) -> tuple[list[int], float]:
         clock, more = _Clock(), {"prompt_lookup_num_tokens": _LOOKUP_TOKENS} if lookup else {}
