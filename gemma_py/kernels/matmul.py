@@ -270,10 +270,12 @@ def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, 
 
 
 @inlined
-def _quad_tiles(x, first_row, last_row, w, panel, unpacked, y):
+def _quad_tiles(x, first_row, last_row, w, panel, next_panel, unpacked, y):
     """Multiply the rows with QUAD_PANELS panels, from `panel` on.
 
     Each tile prefetches a part of the next panels, because the hardware prefetches only what is near the latest loads.
+
+    next_panel: the first panel that this worker probably multiplies next
     """
     for column in range(QUAD_PANELS):
         unpack_quads(w, panel + column, unpacked, column, QUAD_PANELS)
@@ -285,7 +287,7 @@ def _quad_tiles(x, first_row, last_row, w, panel, unpacked, y):
         address = np.int64(w.arena.ctypes.data) + first
     quads = array_from_address(address, QUAD_PANELS * panel_stride, w.arena)
     runs, tiles = w.K // INPUT_BLOCK, (last_row - first_row + QUAD_ROWS - 1) // QUAD_ROWS
-    ahead = w.start + (panel + QUAD_PANELS) * w.panel_bytes
+    ahead = w.start + next_panel * w.panel_bytes
     step = QUAD_PANELS * w.panel_bytes // (4 * _LINES * runs * tiles) + 1
     for t in range(first_row, last_row, QUAD_ROWS):
         _quad_tile(x, t, last_row - t, w, panel, quads, panel_stride, run_stride, unpacked, y, ahead, step)
@@ -293,7 +295,7 @@ def _quad_tiles(x, first_row, last_row, w, panel, unpacked, y):
 
 
 @inlined
-def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, unpacked):
+def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, others, unpacked):
     """Compute y[t, n] = sum over groups of (sx * sw) * dot(x codes, w codes) - (sx * minimum) * sum(x codes).
 
     The groups of k are summed in ascending order. One call computes rows first_row .. last_row - 1 and the outputs of
@@ -302,6 +304,7 @@ def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, unpacked
     x: CodedRows, read
     w: CodePanels, read
     y: [T * N] f32, written for these rows and outputs
+    others: how many of the following panels other workers probably compute, so that this worker does not prefetch them
     unpacked: UnpackBuffer, the worker's own scratch
     """
     rows = last_row - first_row
@@ -313,7 +316,10 @@ def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, unpacked
             few_rows(x, first_row, rows, w, panel, unpacked, y)
     elif USES_BYTES and rows <= MAX_BYTE_ROWS:
         for panel in range(first_panel, last_panel, QUAD_PANELS):
-            _quad_tiles(x, first_row, last_row, w, panel, unpacked, y)
+            next_panel = panel + QUAD_PANELS
+            if next_panel >= last_panel:
+                next_panel = min(next_panel + others, (w.N + COLUMNS - 1) // COLUMNS)
+            _quad_tiles(x, first_row, last_row, w, panel, next_panel, unpacked, y)
     else:
         for panel in range(first_panel, last_panel, CODE_PANELS):
             for column in range(CODE_PANELS):

@@ -36,7 +36,7 @@ _MIN_EXPERT_PANELS = 16
 
 
 @inlined
-def _multiply(model, number, x, coded, y, unpacked, first_row, last_row, first_panel, last_panel):
+def _multiply(model, number, x, coded, y, unpacked, first_row, last_row, first_panel, last_panel, workers):
     """Compute y[t, n] for rows t in first_row .. last_row - 1 and outputs n in panels first_panel .. last_panel - 1.
 
     number: the index of the matrix in `matrices`
@@ -47,7 +47,8 @@ def _multiply(model, number, x, coded, y, unpacked, first_row, last_row, first_p
     row = model.weights.matrices[number]
     N, K = row[w.ROWS], row[w.INPUTS]
     if row[w.KIND] == w.CODES:
-        matmul_codes(coded, panels_of_codes(model, number), y, first_row, last_row, first_panel, last_panel, unpacked)
+        panels, others = panels_of_codes(model, number), (workers - 1) * (last_panel - first_panel)
+        matmul_codes(coded, panels, y, first_row, last_row, first_panel, last_panel, others, unpacked)
     elif row[w.KIND] == w.BF16_FLOATS:
         matmul_floats(
             x, FloatPanels(model.weights.bf16, row[w.AT], N, K), y, first_row, last_row, first_panel, last_panel
@@ -184,7 +185,7 @@ def _compute_tile(worker, workers, model, op, scratch, batch, lists, expert, fir
         first_row = lists[first] // share
         last_row = first_row + 1
         outputs = y[(lists[first] - first_row) * N :]
-    _multiply(model, number, inputs, coded, outputs, unpacked, first_row, last_row, first_panel, last_panel)
+    _multiply(model, number, inputs, coded, outputs, unpacked, first_row, last_row, first_panel, last_panel, workers)
     left, right, cap = first_panel * COLUMNS, min(last_panel * COLUMNS, N), model.numbers[op[p.NUMBER]]
     if gathers:
         scatter_floats(outputs, lists, first, last, N, left, right, y)

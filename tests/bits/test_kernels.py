@@ -184,7 +184,7 @@ def test_matmul_codes_matches_the_reference(kind, seed, T, blocks, N):
     values, matrix = normal(rng, T, K), some_codes(rng, N, K, kind)
     x, panels, unpacked = coded(values), code_panels(matrix, at=int(rng.integers(0, 9))), unpack_buffer_for(K)
     y, expected = np.full(T * N + 16, np.nan, F), np.empty((T, N), F)
-    in_parts(rng, T, N, lambda *part: matmul_codes(x, panels, y, *part, unpacked))
+    in_parts(rng, T, N, lambda *part: matmul_codes(x, panels, y, *part, 0, unpacked))
     for t in range(T):
         codes, scales = reference.quantise(values[t])
         w = matrix.codes.reshape(N, -1, kind.group)
@@ -201,7 +201,7 @@ def test_the_largest_codes_do_not_overflow(width, offset, T):
     x = coded(np.full((T, K), -1, F))
     matrix = CodeMatrix(np.full((1, K), least, np.int8), (np.ones((1, 1), np.float16),), (), width, offset)
     y = np.empty(T, F)
-    matmul_codes(x, code_panels(matrix), y, 0, T, 0, 4, unpack_buffer_for(K))
+    matmul_codes(x, code_panels(matrix), y, 0, T, 0, 4, 0, unpack_buffer_for(K))
     assert (y == F(F(1) / F(32767)) * F(32 * -least * 32767)).all()
 
 
@@ -453,7 +453,7 @@ def digest():
     for kind in KINDS:
         matrix = code_panels(some_codes(rng, N, K, kind))
         for part in (x, x[:1]):
-            matmul_codes(coded(part), matrix, y, 0, len(part), 0, 4, unpacked)
+            matmul_codes(coded(part), matrix, y, 0, len(part), 0, 4, 0, unpacked)
             found.update(y.tobytes())
     floats = float_panels((bits(normal(rng, N, K)) >> 16).astype(np.uint16))
     for part in (x[:1], x):

@@ -21,7 +21,7 @@ from gemma_py.kernels.panels import CodePanels, UnpackBuffer
 
 @kernel
 def product(x, w, y, rows, unpacked):
-    matmul_codes(x, w, y, 0, rows, 0, 4, unpacked)
+    matmul_codes(x, w, y, 0, rows, 0, 4, 0, unpacked)
 
 floats, codes = np.empty(0, np.float32), np.empty(0, np.int16)
 arena = np.empty(0, np.int8)

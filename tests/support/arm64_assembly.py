@@ -68,7 +68,7 @@ def dot(x, y):
 
 
 def products(x, w, y, rows, unpacked):
-    matmul.matmul_codes(x, w, y, 0, rows, 0, 4, unpacked)
+    matmul.matmul_codes(x, w, y, 0, rows, 0, 4, 0, unpacked)
 
 
 def scores(ring, q, out):
