@@ -226,6 +226,7 @@ class Generation:
             yield token
             if token.finish_reason is not None:
                 return
+            del logits  # it keeps all rows of the last pass in memory
             logits = decode(token.id)
 
     def score(self, logits: np.ndarray, token: int) -> tuple[float, TopLogprobs]:

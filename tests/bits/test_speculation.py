@@ -1,5 +1,6 @@
 import math
 import random
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -205,6 +206,33 @@ def test_answers_match_those_without_speculation(
     assert {"oracle": oracle, "wrong": wrong}.get(kind, 0 < accepted < guessed)
     if kind == "oracle":
         assert passes < tokens / (1 + most) + 2 * len(plain)
+
+
+def test_a_pass_starts_after_the_logits_of_the_last_pass_are_freed(
+    engine: gemma_py.Engine, plain: list[tuple[Request, Outcome]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits of 16 rows take 16 MiB with a vocabulary of 262,144 tokens."""
+    monkeypatch.setattr(engine, "pace", Eager())
+    request, want = plain[0]
+    honest, freed = gemma_py.Session.verify, 0
+    last: list[weakref.ref[np.ndarray]] = []
+
+    def verify(self: gemma_py.Session, token: int, guesses: Sequence[int]) -> np.ndarray:
+        nonlocal freed
+        if last:
+            assert last.pop()() is None
+            freed += 1
+        logits = honest(self, token, guesses)
+        owner = logits
+        while owner.base is not None:
+            owner = owner.base
+        last.append(weakref.ref(owner))
+        return logits
+
+    monkeypatch.setattr(gemma_py.Session, "verify", verify)
+    with drafting("half", answers_to([(request, want)]), engine.config.vocab_size):
+        assert outcome(engine, request)[0] == want
+    assert freed > 2
 
 
 def test_predictions_match_and_are_counted(
