@@ -54,7 +54,7 @@ class Session:
             part = tokens[first : first + size]
             ahead = len(tokens) - first - len(part)
             rows.append(runner.run(self._cache, part, all_logits, limit=engine.context, ahead=ahead))
-        return np.concatenate(rows) if all_logits else rows[-1]
+        return np.concatenate(rows) if len(rows) > 1 and all_logits else rows[-1]
 
     def decode(self, token_id: int) -> np.ndarray:
         """Append one token. Return the logits of the token, float32 [V]."""
