@@ -144,9 +144,11 @@ class Runner:
         trace = NO_TRACE
         if self.instruments.traces is not None:
             trace = new_trace(program.layers * len(program.labels), T)
+        if self.instruments.poison:  # the machine code does not check the types of its arguments
+            assert self._forward is self.team.compile(forward, program.model, scratch, batch, trace)
         try:
             self.team.run(
-                forward, program.model, scratch, batch, trace,
+                self._forward, program.model, scratch, batch, trace,
                 watermarks=positions * len(self.config.kv_layers), counters=program.phases,
                 keep_alive=[entry.cache.layers for entry in inputs], instruments=self.instruments,
                 phases=program.labels,
@@ -183,7 +185,7 @@ class Runner:
         """Load the forward pass from the kernel cache on disk, or compile the forward pass."""
         scratch, logits = self._scratch_for(1, 1), np.empty(0, np.float32)
         batch = _batch([SequenceInput(self.cache(), [], 0)], logits)
-        self.team.compile(forward, self.program.model, scratch, batch, NO_TRACE)
+        self._forward = self.team.compile(forward, self.program.model, scratch, batch, NO_TRACE)
         mark_compiled(self.kv)
 
     def digest(self, cache: Cache) -> list[str]:

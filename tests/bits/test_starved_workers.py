@@ -46,7 +46,7 @@ def wait_for(cells: Cells, worker: int, why: int, index: int, bound: int) -> Non
 
 def watched(team: Team, cells: Cells, ticks: int = 100) -> Fault:
     """The fault that the team reports within `ticks` ticks of 0.1 s, while no worker makes a step."""
-    watch = _Watch(cells, team._start_threads(), PATIENCE)
+    watch = _Watch(cells, set(), team._start_threads(), PATIENCE)
     return next((fault for _ in range(ticks) if (fault := watch.tick(0.1)) is not None), None)
 
 
@@ -107,7 +107,7 @@ def test_a_step_between_two_ticks_is_no_deadlock(team: Team) -> None:
     cells = make_cells(2)
     wait_for(cells, 0, AT_BARRIER, GENERATION, 0)
     wait_for(cells, 1, AT_BARRIER, GENERATION, 0)
-    watch = _Watch(cells, team._start_threads(), PATIENCE)
+    watch = _Watch(cells, set(), team._start_threads(), PATIENCE)
     for _ in range(20):
         assert watch.tick(0.1) is None and watch.tick(0.1) is None
         cells.own[LINE] += 1  # worker 1 makes a step

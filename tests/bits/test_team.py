@@ -3,6 +3,7 @@ import ctypes
 import gc
 import os
 import platform
+import queue
 import subprocess
 import sys
 import threading
@@ -450,6 +451,32 @@ def test_kernels_are_compiled_once(team: Team) -> None:
     passed(team)
     passed(team, FaultPlan(seed=1))
     assert len(forward.signatures) == 1
+
+
+def test_machine_code_computes_what_the_kernel_computes(team: Team) -> None:
+    counters = np.zeros(2, np.int64), np.zeros(2, np.int64)
+    code = team.compile(count_up, counters[0], 1)
+    for kernel_or_code, counter in zip((count_up, code), counters, strict=True):
+        team.run(kernel_or_code, counter, 1000)
+    assert counters[0].tolist() == counters[1].tolist() and counters[0].any()
+    assert code is team.compile(count_up, np.ones(2, np.int64), 7)
+
+
+def test_only_the_last_worker_wakes_the_calling_thread(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[object] = []
+
+    class Counted(queue.SimpleQueue):
+        def put(self, item: object, *rest: Any) -> None:
+            outcomes.append(item)
+            super().put(item, *rest)
+
+    passed(team)  # starts the threads, whose inboxes are not counted
+    monkeypatch.setattr("gemma_py.runtime.team.queue.SimpleQueue", Counted)
+    passed(team)
+    assert len(outcomes) == 1
+    outcomes.clear()
+    raised(team, refuse, 1)
+    assert len(outcomes) >= 1
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
