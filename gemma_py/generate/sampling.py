@@ -77,9 +77,9 @@ class Sampler:
         s = self.sampling
         if s.temperature == 0:
             return likeliest
-        if x is logits:
-            x = logits.copy()
-        kernels.divide(x, np.float32(s.temperature))
+        if s.temperature != 1:
+            x = logits.copy() if x is logits else x
+            kernels.divide(x, np.float32(s.temperature))
         assert s.seed is not None
         weights, ids = self._candidates(x, x[likeliest])
         least = max(np.float32(s.min_p), _TINY)  # weights are relative to the likeliest token, whose weight is 1
