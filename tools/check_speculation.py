@@ -330,7 +330,7 @@ def models(names: Sequence[str]) -> Iterator[tuple[dict[str, Path | str], dict[s
 def engines(
     named: Mapping[str, Path | str], assistants: Mapping[str, Path], seed: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, options of `load`) in endless rounds. Each round gives every model another KV type or draft model."""
+    """Yield (name, options of `load`) in endless rounds. In each round, every model gets another KV type or draft model."""
     number = seed
     while True:
         for name, path in named.items():

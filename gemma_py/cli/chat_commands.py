@@ -260,4 +260,5 @@ COMMANDS = {
         "", "recompute the conversation with another number of threads and chunk size, and compare the bits", _verify
     ),
     "exit": Command("", "end the chat, as Ctrl-D does", _exit),
+    "quit": Command("", "end the chat", _exit),
 }

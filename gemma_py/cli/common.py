@@ -35,9 +35,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_input(parser: argparse.ArgumentParser, text_flag: str) -> None:
+def add_input(parser: argparse.ArgumentParser, *text_flags: str) -> None:
     group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument(text_flag, dest="text", metavar="TEXT", help="the text")
+    group.add_argument(*text_flags, dest="text", metavar="TEXT", help="the text")
     group.add_argument("--file", type=Path, metavar="FILE", help="a file of UTF-8 text; - for standard input")
     group.add_argument(
         "--ids", type=Path, metavar="FILE", help="a file with a JSON list of token ids; no BOS token is added"

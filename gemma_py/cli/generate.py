@@ -37,9 +37,14 @@ from gemma_py.paths import check_writable
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_input(parser, "--prompt")
+    add_input(parser, "-p", "--prompt")
     parser.add_argument(
-        "--max-tokens", type=positive, default=128, metavar="N", help="the largest number of new tokens (default: 128)"
+        "-n",
+        "--max-tokens",
+        type=positive,
+        default=128,
+        metavar="N",
+        help="the largest number of new tokens (default: 128)",
     )
     parser.add_argument(
         "--stop", action="append", metavar="TEXT", help="end the output before this text; may be given several times"

@@ -91,7 +91,8 @@ class LocalLink:
 
 class Starter(Protocol):
     """patience: how many seconds to try again, if a shard ends or cannot be started.
-    overlap: whether shards compute at the same time, because a shard alone does not use all their cores
+    overlap: whether a long pass is divided, so that shards compute at the same time; False if all shards are on one machine,
+        and the threads of one shard use all its cores
     """
 
     @property

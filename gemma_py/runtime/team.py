@@ -80,6 +80,33 @@ class _Outcome(NamedTuple):
     at_fault: bool = False
 
 
+class _Reports:
+    """What the workers of a run report to the calling thread when they finish.
+
+    finished: the numbers of the workers that have finished.
+    outcomes: the outcome of the last worker, and the outcome of every worker that finishes after the run is broken. If every
+    outcome woke the calling thread, the other workers would wait while that thread holds the GIL, about 40 us for each outcome.
+    """
+
+    def __init__(self, workers: int, cells: Cells) -> None:
+        self._workers, self._cells = workers, cells
+        self.finished: set[int] = set()
+        self.outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
+
+    def add(self, outcome: _Outcome) -> None:
+        """Report that a worker has finished.
+
+        The outcome of a broken run comes before and after the change of `finished`: before, so that it is in the queue when the
+        calling thread sees that all workers have finished, and after, so that it wakes the calling thread then.
+        """
+        is_broken = bool(self._cells.shared[BROKEN])
+        if is_broken:
+            self.outcomes.put(outcome)
+        self.finished.add(outcome.worker)
+        if is_broken or len(self.finished) == self._workers:
+            self.outcomes.put(outcome)
+
+
 class _Run(NamedTuple):
     """One call of a kernel on every worker.
 
@@ -90,8 +117,7 @@ class _Run(NamedTuple):
     args: tuple[Any, ...]
     workers: int
     cells: Cells
-    left: set[int]  # the workers that have finished
-    outcomes: "queue.SimpleQueue[_Outcome]"
+    reports: _Reports
     keep_alive: object  # owns memory to which `args` has only addresses
     phases: Sequence[str]
 
@@ -105,19 +131,6 @@ class _Run(NamedTuple):
         if done is not None and not done:
             self.break_run(worker)
         return _Outcome(worker, at_fault=self.culprit() == worker)
-
-    def report(self, outcome: _Outcome) -> None:
-        """Record that a worker has finished. The calling thread gets the outcome of the last worker, and of every worker that
-        finishes after the run is broken.
-
-        If every outcome woke the calling thread, the workers would wait for its turns with the GIL, about 40 us each.
-        """
-        broken = self.culprit() is not None
-        if broken:
-            self.outcomes.put(outcome)
-        self.left.add(outcome.worker)
-        if len(self.left) == self.workers and not broken:
-            self.outcomes.put(outcome)
 
     def culprit(self) -> int | None:
         return int(self.cells.shared[BROKEN]) - 1 if self.cells.shared[BROKEN] else None
@@ -160,9 +173,10 @@ def _work(number: int, home: set[int] | None, inbox: "queue.SimpleQueue[_Run | N
         else:
             run.break_run(number)
             outcome = _Outcome(number, ComputationError(_NOT_IEEE))
-        report = run.report
-        report(outcome)
-        del run, report, outcome  # references would keep the arrays of the run alive while the worker is idle
+        reports = run.reports
+        del run  # a reference would keep the arrays of the run alive while the worker is idle
+        reports.add(outcome)
+        del outcome, reports
         if not ieee:  # end this thread; the next run starts a new one, which may inherit IEEE mode
             return
 
@@ -170,9 +184,9 @@ def _work(number: int, home: set[int] | None, inbox: "queue.SimpleQueue[_Run | N
 class _Watch:
     """Detects stalls and deadlocks of a run from the workers' cells (see the docstring of this module)."""
 
-    def __init__(self, cells: Cells, left: set[int], threads: "Sequence[_WorkerThread]", patience: float) -> None:
-        """left: the workers that have finished, which changes during the run"""
-        self._cells, self._left, self._threads, self._patience = cells, left, threads, patience
+    def __init__(self, cells: Cells, finished: set[int], threads: "Sequence[_WorkerThread]", patience: float) -> None:
+        """finished: the numbers of the workers that have finished, to which numbers are added during the run"""
+        self._cells, self._finished, self._threads, self._patience = cells, finished, threads, patience
         self._steps = [-1] * len(threads)
         self._ages = [0.0] * len(threads)  # for how many seconds each worker could run but made no step
         self._cpu_times = [0.0] * len(threads)
@@ -200,7 +214,7 @@ class _Watch:
             self._ages[worker] += self._time_on_core(worker, elapsed)
             if self._ages[worker] > self._patience:
                 return worker, f"stalled: no step for {self._ages[worker]:.1f} s"
-        is_quiet = all(resting) and not any(moved) and len(self._left) < len(self._threads)
+        is_quiet = all(resting) and not any(moved) and len(self._finished) < len(self._threads)
         self._quiet_ticks = self._quiet_ticks + 1 if is_quiet else 0
         if self._quiet_ticks >= _SURE:
             culprit = self._rearmost()
@@ -211,8 +225,8 @@ class _Watch:
         """Return whether a worker has finished, or waits for a cell that does not let the worker continue yet."""
         at, own = worker * LINE, self._cells.own
         why, index, bound = int(own[at + WAITING]), int(own[at + AWAITED]), int(own[at + BOUND])
-        if worker in self._left or why == COMPUTES:
-            return worker in self._left
+        if worker in self._finished or why == COMPUTES:
+            return worker in self._finished
         awaited = self._cells.shared if why == AT_BARRIER else self._cells.watermarks
         # If the worker has begun another wait between the reads of its cells, `index` may belong to the other array.
         return index < len(awaited) and int(awaited[index]) <= bound
@@ -229,8 +243,8 @@ class _Watch:
 
     def _rearmost(self) -> int:
         """Return the worker that causes a deadlock: of the workers that have not finished, the one in the earliest phase."""
-        present = [worker for worker in range(len(self._threads)) if worker not in self._left]
-        own = self._cells.own
+        workers, own = range(len(self._threads)), self._cells.own
+        present = [worker for worker in workers if worker not in self._finished] or workers
         return min(present, key=lambda w: (own[w * LINE + LAYER], own[w * LINE + PHASE], w))
 
 
@@ -298,13 +312,13 @@ class Team:
             plan, profile = instruments.fault_plan, instruments.profile
             cells = make_cells(self.workers, watermarks, counters, 0 if profile is None else lines_needed(len(phases)))
             cells.shared[SPINS] = self._spins
-            run = _Run(kernel, args, self.workers, cells, set(), queue.SimpleQueue(), keep_alive, phases)
+            run = _Run(kernel, args, self.workers, cells, _Reports(self.workers, cells), keep_alive, phases)
             if plan is not None:
                 plan.apply(run.cells)
             if getattr(kernel, "overloads", None) == {}:
                 self.compile(kernel, *args)
             threads = self._start_threads()
-            watch = _Watch(run.cells, run.left, threads, _PATIENCE * self.deadline)
+            watch = _Watch(run.cells, run.reports.finished, threads, _PATIENCE * self.deadline)
             try:
                 for thread in threads:
                     thread.inbox.put(run)
@@ -322,8 +336,8 @@ class Team:
         """Compile the kernel for arguments of these types, unless that is already done, and return its machine code, which
         `run` also accepts as a kernel. The calling thread compiles.
 
-        To call the machine code takes 0.5 us instead of 8 us, because numba does not look at the types of the arguments.
-        Hazard: arguments of other types would be read as if they had these types.
+        Calling the machine code takes 0.5 us instead of 8 us, because numba's dispatcher, which looks at the types of the
+        arguments, is not called. Hazard: arguments of other types are not refused, but misread.
         """
         types = tuple(numba.typeof(value) for value in (0, self.workers, make_cells(1), *args))
         if types not in kernel.overloads:
@@ -344,9 +358,9 @@ class Team:
     def _watch(self, run: _Run, threads: list[_WorkerThread], watch: _Watch) -> None:
         """Wait until every worker has finished the run. The first worker that fails or stalls raises WorkerError."""
         before = time.monotonic()
-        while len(run.left) < self.workers or not run.outcomes.empty():
+        while len(run.reports.finished) < self.workers or not run.reports.outcomes.empty():
             try:
-                outcome = run.outcomes.get(timeout=self._tick)
+                outcome = run.reports.outcomes.get(timeout=self._tick)
             except queue.Empty:
                 # If more than two ticks have passed, this thread was suspended, and perhaps every worker too. Counting
                 # only two ticks keeps the workers from looking stalled.
@@ -362,11 +376,10 @@ class Team:
 
     def _look(self, run: _Run, threads: list[_WorkerThread], watch: _Watch, elapsed: float) -> None:
         for number, thread in enumerate(threads):
-            if (
-                not thread.is_alive() and number not in run.left
-            ):  # in this order, as a worker is in `left` before its thread ends
+            # A worker is added to `finished` before its thread ends, so is_alive() must be called first.
+            if not thread.is_alive() and number not in run.reports.finished:
                 run.break_run(number)
-                run.left.add(number)
+                run.reports.finished.add(number)
                 raise run.error(number, "died")
         fault = watch.tick(elapsed)
         if fault is not None:
@@ -378,10 +391,10 @@ class Team:
         settled = True
         until = time.monotonic() + _GRACE * self.deadline
         with contextlib.suppress(queue.Empty):
-            while len(run.left) < self.workers:
-                run.outcomes.get(timeout=max(0.0, until - time.monotonic()))
+            while len(run.reports.finished) < self.workers:
+                run.reports.outcomes.get(timeout=max(0.0, until - time.monotonic()))
         for number, thread in enumerate(self._threads):
-            if number not in run.left and thread is not None:
+            if number not in run.reports.finished and thread is not None:
                 thread.stop()
                 self._threads[number] = None
                 if thread.is_alive():

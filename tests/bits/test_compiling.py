@@ -93,7 +93,9 @@ def test_what_is_compiled_ahead_is_what_the_pass_asks_for(tiny_engine: gemma_py.
         assert known and known <= wanted, made.__name__
 
 
-def test_with_poison_a_pass_checks_that_its_machine_code_is_for_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_poison_a_pass_compares_its_machine_code_with_the_types_of_its_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with gemma_py.load(TINY, threads=1) as engine:
         engine.instruments.poison = True
         engine.session().prefill([1, 2, 3])

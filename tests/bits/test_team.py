@@ -47,10 +47,10 @@ from gemma_py.kernels.atomics import (
 )
 from gemma_py.kernels.decorator import kernel
 from gemma_py.reference.arithmetic import is_ieee as specification_is_ieee
-from gemma_py.runtime.cells import LINE, make_cells
+from gemma_py.runtime.cells import LINE, Cells, make_cells
 from gemma_py.runtime.fault_injection import FaultPlan, shuffle
 from gemma_py.runtime.instruments import Instruments
-from gemma_py.runtime.team import Team
+from gemma_py.runtime.team import Team, _Reports
 
 
 @pytest.fixture(scope="module")
@@ -462,21 +462,40 @@ def test_machine_code_computes_what_the_kernel_computes(team: Team) -> None:
     assert code is team.compile(count_up, np.ones(2, np.int64), 7)
 
 
-def test_only_the_last_worker_wakes_the_calling_thread(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes: list[object] = []
+def reported(team: Team, monkeypatch: pytest.MonkeyPatch, *run: Any) -> list[tuple[str, int]]:
+    """Run a kernel, and return in which order workers are added to those that have finished, and put outcomes into the queue."""
+    events: list[tuple[str, int]] = []
 
-    class Counted(queue.SimpleQueue):
-        def put(self, item: object, *rest: Any) -> None:
-            outcomes.append(item)
+    class Queue(queue.SimpleQueue):
+        def put(self, item: Any, *rest: Any) -> None:
+            events.append(("put", item.worker))
             super().put(item, *rest)
 
-    passed(team)  # starts the threads, whose inboxes are not counted
-    monkeypatch.setattr("gemma_py.runtime.team.queue.SimpleQueue", Counted)
-    passed(team)
-    assert len(outcomes) == 1
-    outcomes.clear()
-    raised(team, refuse, 1)
-    assert len(outcomes) >= 1
+    class Reports(_Reports):
+        def __init__(self, workers: int, cells: Cells) -> None:
+            super().__init__(workers, cells)
+            self.outcomes, self.finished = Queue(), Finished()
+
+    class Finished(set[int]):
+        def add(self, worker: int) -> None:
+            events.append(("add", worker))
+            super().add(worker)
+
+    monkeypatch.setattr("gemma_py.runtime.team._Reports", Reports)
+    with contextlib.suppress(WorkerError):
+        team.run(*run)
+    return events
+
+
+def test_only_the_last_worker_wakes_the_calling_thread(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    *added, last = reported(team, monkeypatch, count_up, np.zeros(2, np.int64), 1)
+    assert sorted(added) == [("add", worker) for worker in range(WORKERS)] and last == ("put", added[-1][1])
+
+
+def test_every_worker_of_a_broken_run_wakes_the_calling_thread(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outcome must be there when the calling thread sees that all have finished, and wake it if it already waits for this."""
+    events = reported(team, monkeypatch, refuse, 1)
+    assert [event for event in events if event[1] == 1] == [("put", 1), ("add", 1), ("put", 1)]
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------

@@ -341,7 +341,8 @@ def test_every_command(pipe: Pipe, tmp_path: Path) -> None:
         "/exit": "",
         "/nonsense": "",
     }
-    assert {line.split()[0][1:] for line in script if line[0] == "/"} - {"nonsense"} == set(COMMANDS)
+    assert {line.split()[0][1:] for line in script if line[0] == "/"} - {"nonsense"} == set(COMMANDS) - {"quit"}
+    assert COMMANDS["quit"].run is COMMANDS["exit"].run
     code, out, err = pipe("\n".join(script), "--max-tokens", 9, "--temperature", 0)
     assert code == 0, err
     at = 0

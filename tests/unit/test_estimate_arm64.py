@@ -51,7 +51,7 @@ def test_an_inner_loop_is_executed_for_each_half_of_a_run() -> None:
     assert found(TILE, 1) == ["fmul", *["smlal"] * 64, "b.ne", *["smlal"] * 64, "b.ne", "b.ne"]
 
 
-def test_code_that_nothing_leads_to_does_not_enter_a_loop() -> None:
+def test_unreachable_code_is_not_the_entry_of_a_loop() -> None:
     lines = [
         *["\tb\t.LBB0_2", ".LBB0_1:", "\tfneg\tv3.4s, v3.4s", ".LBB0_2:", "\tmov\tx0, x1", ".LBB0_3:"],
         *[*ROW, "\tb.ne\t.LBB0_2", "\tb.ne\t.LBB0_1"],

@@ -70,7 +70,7 @@ def is_arm64(triple):
 
 @cache
 def has_neon_dot(name, triple, cpu, features):
-    """Return whether the target has an instruction of ARM64 that multiplies bytes and adds the products of each quad.
+    """Return whether the target has this instruction of ARM64, which multiplies bytes and adds the products of each quad.
 
     name: sdot, which multiplies signed bytes (FEAT_DotProd, which also has udot for unsigned bytes), or usdot, which
     multiplies unsigned with signed bytes (FEAT_I8MM, which also has smmla and usmmla for matrices of two rows)

@@ -242,10 +242,10 @@ def add_byte_dots(typing, high, planes, offsets, step, weights, at, stride, dots
 
 @intrinsic(prefer_literal=True)
 def add_paired_dots(typing, high, planes, offsets, step, weights, at, stride, dots):
-    """Do what `add_byte_dots` does with smmla, for an even number of rows and one panel.
+    """Do what `add_byte_dots` does, but with smmla, for an even number of rows and one panel.
 
     weights: the quads of each output are joined to pairs; see `join_quads`
-    dots: see `split_rows`
+    dots: in the layout of `add_matrix_dots`, from which `split_rows` makes rows
     """
     is_high, columns = high.literal_value == 1, dots.count // offsets.count
     if columns != 1 or offsets.count % 2:
@@ -270,7 +270,7 @@ def add_paired_dots(typing, high, planes, offsets, step, weights, at, stride, do
 
 @intrinsic
 def split_rows(typing, totals):
-    """Return a tile of totals by rows and outputs, from totals that `add_matrix_dots` computed for each two rows."""
+    """Return a tile of totals by rows and outputs, from totals that `add_matrix_dots` computed for each pair of rows."""
 
     def codegen(context, builder, sig, args):
         values, rows = _tuple_values(builder, args[0]), []
