@@ -214,10 +214,11 @@ class _Watch:
             self._ages[worker] += self._time_on_core(worker, elapsed)
             if self._ages[worker] > self._patience:
                 return worker, f"stalled: no step for {self._ages[worker]:.1f} s"
-        is_quiet = all(resting) and not any(moved) and len(self._finished) < len(self._threads)
+        present = [worker for worker in workers if worker not in self._finished]
+        is_quiet = bool(present) and all(resting) and not any(moved)
         self._quiet_ticks = self._quiet_ticks + 1 if is_quiet else 0
         if self._quiet_ticks >= _SURE:
-            culprit = self._rearmost()
+            culprit = self._rearmost(present)
             return culprit, f"is in a deadlock ({WAITS[self._cells.own[culprit * LINE + WAITING]]})"
         return None
 
@@ -241,10 +242,9 @@ class _Watch:
         used, self._cpu_times[worker] = cpu_time - self._cpu_times[worker], cpu_time
         return min(elapsed, used) if is_ready else elapsed
 
-    def _rearmost(self) -> int:
-        """Return the worker that causes a deadlock: of the workers that have not finished, the one in the earliest phase."""
-        workers, own = range(len(self._threads)), self._cells.own
-        present = [worker for worker in workers if worker not in self._finished] or workers
+    def _rearmost(self, present: list[int]) -> int:
+        """Return the worker that causes a deadlock: of the workers that had not finished, the one in the earliest phase."""
+        own = self._cells.own
         return min(present, key=lambda w: (own[w * LINE + LAYER], own[w * LINE + PHASE], w))
 
 
