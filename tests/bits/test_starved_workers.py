@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from small_pass import hold, leave_early
+from small_pass import GENEROUS, hold, leave_early
 
 from gemma_py import machine
 from gemma_py.errors import WorkerError
@@ -21,6 +21,7 @@ from gemma_py.runtime.cells import AT_BARRIER, AWAITED, BOUND, FOR_ROWS, GENERAT
 from gemma_py.runtime.team import Team, _Watch
 
 PATIENCE = 1.0  # seconds until a stall is reported
+DEADLINE = 0.1  # seconds, of a team whose workers are starved
 Fault = tuple[int, str] | None
 
 
@@ -129,16 +130,26 @@ def starve(core: int) -> subprocess.Popen[bytes]:
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux's scheduling class SCHED_IDLE")
 def test_a_busy_core_breaks_no_run() -> None:
-    """The workers get the core about once a second, which is many times the deadline."""
-    with Team(3, deadline=0.1) as team:
+    """The workers get the core about once a second, which is many times the deadline.
+
+    A run that ends within the deadline shows nothing: the system may leave the core to the workers for a while.
+    """
+    with Team(3, deadline=DEADLINE) as team:
         team.run(pass_barriers, 1)
         for thread in team._start_threads():
             thread.name = thread.name.replace("gemma_py-", "gemma_py-starved-")
         with starve(max(os.sched_getaffinity(0))) as neighbour:
             try:
-                before = time.monotonic()
-                team.run(pass_barriers, 2)
-                assert time.monotonic() - before > 0.1, "the workers were not starved, so this test shows nothing"
+                until = time.monotonic() + GENEROUS
+                took = 0.0
+                while took <= DEADLINE:
+                    before = time.monotonic()
+                    team.run(pass_barriers, 2)
+                    took = time.monotonic() - before
+                    if time.monotonic() > until:
+                        pytest.skip(
+                            f"no run of {GENEROUS:.0f} s was starved: this system does not rank SCHED_IDLE last"
+                        )
             finally:
                 neighbour.kill()
 

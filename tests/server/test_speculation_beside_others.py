@@ -220,7 +220,10 @@ def test_responses_do_not_depend_on_speculation(server: Running, monkeypatch: py
     assert re.search(r"gemma_py_guessed_tokens_total [1-9]", metrics)
 
 
-def test_tokens_that_a_grammar_forces_are_guessed_and_accepted(server: Running) -> None:
+def test_tokens_that_a_grammar_forces_are_guessed_and_accepted(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.app.service.engine, "pace", Eager(6))
     for path, body in (BODIES[0], BODIES[1], BODIES[3]):
         want = response(server, path, body, speculate="off")
         before = server.scheduler.stats()
@@ -232,7 +235,8 @@ def test_tokens_that_a_grammar_forces_are_guessed_and_accepted(server: Running) 
         assert guessed - body.get("n", 1) <= accepted > 0
 
 
-def test_the_usage_counts_predicted_tokens(server: Running) -> None:
+def test_the_usage_counts_predicted_tokens(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.app.service.engine, "pace", Eager(6))
     path, body = BODIES[4]
     body = {name: value for name, value in body.items() if name not in ("n", "stop")}
     _, plain = server.post(path, max_tokens=30, **body)
