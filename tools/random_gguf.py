@@ -2,11 +2,13 @@
 download.
 
     python tools/random_gguf.py NAME OUT.gguf [--layers N] [--type Q4_0] [--embedding Q8_0] [--vocabulary MODEL.gguf]
+        [--assistant FOLDER]
 
 --type is the type of matrices whose rows are whole blocks. --embedding is the type of the embedding, which is also
 the output matrix. The per-layer table of Gemma 4 is Q4_0, as in published files. --layers writes only the first N
 layers, for a model that does not fit on the disk or into memory. The vocabulary is copied from another file with
-262,144 tokens, by default the demo model's. `tools/compare_peers.py OUT.gguf --peers llama.cpp` then compares the
+262,144 tokens, by default the demo model's. --assistant also writes a random assistant for a Gemma 4, in bfloat16 and about
+as large as Google's assistants. `tools/compare_peers.py OUT.gguf --peers llama.cpp` then compares the
 speeds.
 """
 
@@ -27,7 +29,10 @@ from gemma_py.models.families import config_from_hf
 
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
 
+import tiny_checkpoints
 from gguf_fields import add_fields, architecture, rope_divisors
+from tiny_checkpoints import Variant
+from tiny_families import assistant
 
 # Values of all models of a family, which the catalogue does not list.
 _SLIDING = {"rope_type": "default", "rope_theta": 1e4}
@@ -129,6 +134,16 @@ def write(name: str, path: Path, kinds: dict[str, str], layers: int | None, voca
         file.write(b"\0" * (-file.tell() % writer.data_alignment))
 
 
+def write_assistant(name: str, layers: int | None, folder: Path) -> None:
+    made = document(name, layers)
+    size = (
+        256 if made["hidden_size_per_layer_input"] else 1024
+    )  # E2B and E4B, which have per-layer tables, have small ones
+    context = made["max_position_embeddings"]
+    sizes = {"hidden_size": size, "intermediate_size": 8 * size, "max_position_embeddings": context}
+    tiny_checkpoints.write(assistant(Variant(made, dtype="BF16"), sliding_layers=3, **sizes), folder, 1)
+
+
 def _bytes_shape(shape: tuple[int, ...], block_type: str) -> tuple[int, ...]:
     """The gguf package computes the shape in values from this shape in bytes."""
     return (*shape[:-1], shape[-1] // TYPES[block_type].block * TYPES[block_type].bytes)
@@ -143,7 +158,10 @@ def main() -> int:
     parser.add_argument("--type", default="Q4_0", choices=types)
     parser.add_argument("--embedding", default="Q8_0", choices=types)
     parser.add_argument("--vocabulary", type=Path, help="a GGUF file with 262,144 tokens (default: the demo model)")
+    parser.add_argument("--assistant", type=Path, metavar="FOLDER", help="also write an assistant for this Gemma 4")
     args = parser.parse_args()
+    if args.assistant:
+        write_assistant(args.name, args.layers, args.assistant)
     kinds = {"": args.type, "token_embd.weight": args.embedding, "per_layer_token_embd.weight": "Q4_0"}
     write(args.name, args.out, kinds, args.layers, args.vocabulary or resolve(DEFAULT_MODEL))
     return 0

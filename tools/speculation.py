@@ -1,11 +1,14 @@
 """Measure speculation: tokens a pass, accepted guesses, and the speed of `auto` as a multiple of the speed of `off`.
 
     python tools/speculation.py [MODEL] [--tokens 128] [--rounds 3] [--threads N] [--temperatures 0,0.8] [--kinds edit,json]
-        [--streams 8]
+        [--streams 8] [--draft MODEL --right 0,0.5,0.9]
 
 The kinds are the recorded prompts of `bench --speculate`. Two kinds more repeat the chat with guesses that are always right
 (`oracle`) and always wrong (`wrong`), also for models with random weights. `streams` answers --streams of the recorded
 prompts at once, and measures from the first request to the last answer. The last line is a JSON document.
+
+With --draft, only the draft model guesses, and only the chat is measured. The draft model computes its guesses, but each is then
+replaced by a guess that is right with the given probability. So random weights show the speed of a trained draft model.
 """
 
 import argparse
@@ -23,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from answers import told
 from crowd import Client
-from drafters import drafting
+from drafters import KINDS, draft_model_right, drafting
 
 import gemma_py
 from gemma_py.catalog import DEFAULT_MODEL
@@ -35,10 +38,13 @@ from gemma_py.generate.scheduler import Scheduler
 
 
 def guessing(kind: str, vocabulary: int, request: Request, known: Tokens) -> AbstractContextManager[Any]:
-    """Let the request have the drafter of this kind."""
+    """Let the request have the drafter of this kind. A number is the probability that a guess of the draft model is right."""
     if kind in PROMPTS:
         return nullcontext()
-    return drafting(kind, {tuple(request.ids): [token for token, *_ in known]}, vocabulary)
+    answers = {tuple(request.ids): [token for token, *_ in known]}
+    if kind in KINDS:
+        return drafting(kind, answers, vocabulary)
+    return draft_model_right(float(kind), answers, vocabulary)
 
 
 def streams(engine: gemma_py.Engine, count: int, case: Case) -> dict[str, Any]:
@@ -87,17 +93,19 @@ def main() -> None:
         "--kinds", default=",".join([*PROMPTS, "oracle", "wrong", "streams"]), help="(default: %(default)s)"
     )
     parser.add_argument("--streams", type=positive, default=8, help="requests at once (default: %(default)s)")
+    parser.add_argument("--draft", metavar="MODEL")
+    parser.add_argument("--right", default="0,0.5,0.7,0.8,0.9,1", help="probabilities (default: %(default)s)")
     args = parser.parse_args()
     rows = []
-    with gemma_py.load(args.model, threads=args.threads) as engine:
+    with gemma_py.load(args.model, threads=args.threads, draft=args.draft) as engine:
         for temperature in args.temperatures.split(","):
-            for kind in args.kinds.split(","):
+            for kind in (args.right if args.draft else args.kinds).split(","):
                 case = Case(PROMPTS.get(kind, PROMPTS["chat"]), float(temperature), args.tokens, args.rounds)
                 if kind == "streams":
                     figures = streams(engine, args.streams, case)
                 else:
                     figures = measured(engine, case, partial(guessing, kind, engine.config.vocab_size))
-                rows.append({"kind": kind, **figures})
+                rows.append({"kind": f"{float(kind):.0%} right" if args.draft else kind, **figures})
     print(markdown(("kind", *HEADER), [[row["kind"], *cells(row)] for row in rows]))
     print(json.dumps({"model": str(args.model), "rows": rows}))
 

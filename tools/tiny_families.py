@@ -126,10 +126,13 @@ def embedding_gemma2(types: list[str] = _MIXED, wide: int = 24, wide_kv: int = 1
     }  # fmt: skip
 
 
-def assistant(main: Variant, ordered: bool = False, **changes: Any) -> Variant:
-    """An assistant for a variant of Gemma 4, in the form of current transformers. ordered: with clusters of tokens."""
+def assistant(main: Variant, ordered: bool = False, sliding_layers: int = 2, **changes: Any) -> Variant:
+    """An assistant for a variant of Gemma 4, in the form of current transformers. ordered: with clusters of tokens.
+
+    One layer with full attention follows the sliding layers.
+    """
     of_main = main.config.get("text_config", main.config)
-    types = [SLIDING, SLIDING, FULL]
+    types = [*[SLIDING] * sliding_layers, FULL]
     full, sliding = (heads_of(of_main, of_main["layer_types"].index(kind)) for kind in (FULL, SLIDING))
     own = {"head_dim": full[2], "num_key_value_heads": full[1]}
     text = _common("gemma4_text", types) | {

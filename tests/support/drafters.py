@@ -4,11 +4,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
 from gemma_py.generate import core
-from gemma_py.generate.drafting import Draft, Drafter, Lookup
-from gemma_py.generate.speculation import MOST_GUESSES, Pace
+from gemma_py.generate.drafting import Draft, Drafter, DrafterOfModel, Lookup
+from gemma_py.generate.sampling import Sampler
+from gemma_py.generate.speculation import MOST_GUESSES, Pace, Speculation
 
 Answers = dict[tuple[int, ...], list[int]]  # prompt ids -> answer ids
 
@@ -88,4 +90,37 @@ def drafting(kind: str, answers: Answers, vocabulary: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "Lookup", made)
+        yield
+
+
+class _Chooser:
+    """Acts as the sampler of a draft model: the choice takes as long, but it is right with a given probability."""
+
+    def __init__(self, honest: Sampler, answer: Sequence[int], right: float, vocabulary: int, seed: int) -> None:
+        self._honest, self._answer, self._right, self._vocabulary = honest, answer, right, vocabulary
+        self._rng = random.Random(seed)
+
+    def choose(self, logits: np.ndarray, made: Sequence[int]) -> int:
+        guess = self._honest.choose(logits, made)
+        if len(made) >= len(self._answer):
+            return guess
+        token = self._answer[len(made)]
+        return token if self._rng.random() < self._right else (token + 1) % self._vocabulary
+
+
+@contextmanager
+def draft_model_right(share: float, answers: Answers, vocabulary: int, seed: int = 0) -> Iterator[None]:
+    """Let the draft model compute its guesses, but replace each guess by one that is right with this probability.
+
+    No guesses are copied from earlier text.
+    """
+    honest = Speculation.use_model
+
+    def use_model(self: Speculation, model: DrafterOfModel) -> None:
+        (answer,) = answers.values()
+        model._sampler = _Chooser(model._sampler, answer, share, vocabulary, seed)  # type: ignore[attr-defined]
+        honest(self, model)
+
+    with drafting("none", answers, vocabulary), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Speculation, "use_model", use_model)
         yield

@@ -53,7 +53,7 @@ def test_generate(run: Run) -> None:
     assert (code, err) == (0, "")
     assert len(report["ids"]) == len(report["logprobs"]) == 5
     assert report["finish_reason"] == "length"
-    code, out, _ = run("generate", TINY, "--prompt", "some text", "--max-tokens", 5)
+    code, out, _ = run("generate", TINY, "-p", "some text", "-n", 5)
     assert (code, out) == (0, report["text"] + "\n")
 
 
