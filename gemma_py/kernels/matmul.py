@@ -12,7 +12,7 @@ with outputs whose weights are zero, and whose results are not stored.
 Codes are multiplied in three ways, which give equal bits, because the dot product of a group of codes is an exact integer:
 
     one or two rows  as they are stored, because the speed of memory is the limit, and the stored codes are small
-    few rows         with VNNI or ARM64's sdot as signed bytes, unpacked for a tile; without these as they are stored
+    few rows         as they are stored; with ARM64's sdot as signed bytes, unpacked for a tile
     many rows        with sdot as signed bytes, elsewhere as int16, because such dot products are the fastest; for few
                      rows, unpacking to int16 would take too long
 
@@ -23,7 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gemma_py.kernels import code_tiles
 from gemma_py.kernels.code_rows import few_rows, one_row
+from gemma_py.kernels.code_tiles import multiply_tiles
 from gemma_py.kernels.decorator import force_inlined, inlined
 from gemma_py.kernels.intrinsics import array_from_address
 from gemma_py.kernels.panels import (
@@ -33,19 +35,19 @@ from gemma_py.kernels.panels import (
     reads_quads_in_place,
     unpack_panel,
     unpack_quads,
+    unpack_scales,
 )
+from gemma_py.kernels.simd.neon_tiles import add_byte_dots, add_paired_dots, split_rows
 from gemma_py.kernels.simd.target import FLIPS_LOW, IS_ARM64, USES_I8MM, USES_SDOT, USES_VNNI, USES_ZMM
 from gemma_py.kernels.simd.tiles import (
-    add_byte_dots,
     add_dots,
-    add_paired_dots,
     add_products,
     add_scaled,
     add_tiles,
+    load_columns,
     prefetch_totals,
     row_offsets,
     shift_dots,
-    split_rows,
     start_dots,
     store_partial_totals,
     store_totals,
@@ -60,20 +62,18 @@ from gemma_py.kernels.simd.vectors import (
 # Rows and panels in a tile of outputs. The sums of a tile hide the latency of an FMA, and still fit in the registers.
 FLOAT_ROWS, FLOAT_PANELS = (6, 4) if USES_ZMM else (6, 1)
 CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (3, 1) if IS_ARM64 else (5, 1)
-# Rows and panels of a tile that multiplies bytes. For two panels, loading the inputs would take longer than multiplying.
-# With smmla, which multiplies two rows at a time, 6 rows would not fit in the registers.
-QUAD_ROWS, QUAD_PANELS = 4, 4 if USES_ZMM else CODE_PANELS
+# Rows of a tile that multiplies bytes. With smmla, which multiplies two rows at a time, 6 rows would not fit in the registers.
+QUAD_ROWS = 4
 _add_byte_dots = add_paired_dots if USES_I8MM else add_byte_dots
-# How many cache lines a tile prefetches for a byte of 16 inputs. A run of 8-bit codes with its scales has 8.5 lines.
-_LINES = (QUAD_PANELS * 17 + 7) // 8
+_LINES = 3  # how many cache lines a tile prefetches for a byte of 16 inputs; a run of 8-bit codes with its scales has 8.5 lines
 MATVEC_PANELS = 4  # the number of float panels with which a single row is multiplied at a time
 FEW_ROWS = 16  # without VNNI, unpacking codes to int16 pays off only for more rows than this
-AS_STORED_ROWS = 2 if USES_VNNI or USES_SDOT else FEW_ROWS  # the most rows for which codes are not unpacked
-# Whether products of up to MAX_BYTE_ROWS rows multiply bytes. An input has two bytes. VNNI multiplies twice as many bytes as
-# int16 in one instruction, so bytes only save the unpacking to int16, which pays off for 64 rows with AVX-512. ARM64's sdot
-# multiplies four times as many.
 USES_BYTES = USES_VNNI or USES_SDOT
-MAX_BYTE_ROWS = np.iinfo(np.int64).max if USES_SDOT else 64 if USES_VNNI and USES_ZMM else FEW_ROWS
+MOST_FEW_ROWS = 2 if USES_BYTES else FEW_ROWS  # `few_rows` multiplies at most this many rows
+# Tiles that multiply bytes compute at most this many rows. An input has two bytes. VNNI multiplies twice as many bytes as int16
+# in one instruction, so bytes only save the unpacking to int16, which pays off for 64 rows. ARM64's sdot multiplies four times
+# as many.
+MAX_BYTE_ROWS = np.iinfo(np.int64).max if USES_SDOT else 64 if USES_VNNI else FEW_ROWS
 # How many rows one call of a matmul should compute. A multiple of 30 rows consists of whole tiles of 3, 5 or 6 rows. Fewer than 120 rows
 # do not repay the unpacking, and more than 540 rows gain nothing.
 TILE_ROWS_MULTIPLE, MIN_TILE_ROWS, MAX_TILE_ROWS = 30, 120, 540
@@ -108,7 +108,7 @@ def unpack_buffer_sizes(K: int) -> tuple[int, int]:
 
     There are as many minimums as scales.
     """
-    return K * COLUMNS * CODE_PANELS, max(FEW_ROWS, (K // SMALL_GROUP + 1) * QUAD_PANELS) * COLUMNS
+    return K * COLUMNS * CODE_PANELS, max(FEW_ROWS, (K // SMALL_GROUP + 1) * CODE_PANELS) * COLUMNS
 
 
 # --- float weights ----------------------------------------------------------------------------------------------------
@@ -185,23 +185,21 @@ def _code_tile(x, t, rows, w, panel, unpacked, y):
         for pair in range(g * group // 2, (g + 1) * group // 2, 8):
             dots = add_dots(x.codes, codes, 2 * pair, unpacked.codes, pair * CODE_PANELS * 2 * COLUMNS, dots)
         block, weights_at = g * group // INPUT_BLOCK, g * CODE_PANELS * COLUMNS
-        totals = add_scaled(x.scales, scales, block, unpacked.scales, weights_at, dots, totals)
+        columns = load_columns(unpacked.scales, weights_at, CODE_PANELS)
+        totals = add_scaled(x.scales, scales, block, columns, dots, totals)
         if w.minimums:
+            minimums = load_columns(unpacked.minimums, weights_at, CODE_PANELS)
             if group == INPUT_BLOCK:
-                totals = subtract_minimums(
-                    x.scales, scales, block, x.sums, scales, g, unpacked.minimums, weights_at, totals
-                )
+                totals = subtract_minimums(x.scales, scales, block, x.sums, scales, g, minimums, totals)
             else:
-                totals = subtract_minimums(
-                    x.scales, scales, block, x.sums_of_16, sums_of_16, g, unpacked.minimums, weights_at, totals
-                )
+                totals = subtract_minimums(x.scales, scales, block, x.sums_of_16, sums_of_16, g, minimums, totals)
     if column + CODE_PANELS * COLUMNS <= N:
         store_totals(y, outputs, 0, totals)
     else:
         store_partial_totals(y, outputs, N - column, totals)
 
 
-# --- quantised weights: bytes -----------------------------------------------------------------------------------------
+# --- quantised weights: bytes, with sdot ------------------------------------------------------------------------------
 
 
 @force_inlined
@@ -213,12 +211,12 @@ def _prefetch_lines(array, at, step):
 
 
 @inlined
-def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, y, ahead, step):
-    """Multiply QUAD_ROWS rows, from row t on, with QUAD_PANELS panels, from `panel` on.
+def _quad_tile(x, t, rows, w, panel, quads, run_stride, unpacked, y, ahead, step):
+    """Multiply QUAD_ROWS rows, from row t on, with a panel.
 
     rows: the number of rows that are left. If it is less than QUAD_ROWS, the last row is computed several times.
-    quads: int8, the signed weight codes; panels are panel_stride bytes apart, and runs run_stride bytes
-    unpacked: UnpackBuffer with the scales and minimums of these panels
+    quads: int8, the signed weight codes; runs are run_stride bytes apart
+    unpacked: UnpackBuffer with the scales and minimums of the panel
     ahead, step: from index `ahead` on, the arena is prefetched at steps of `step` bytes, 4 * _LINES times in a run
 
     A dot product is 256 times that of the inputs' high bytes, plus that of their low bytes.
@@ -228,42 +226,34 @@ def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, 
     scales = row_offsets(t * (K // INPUT_BLOCK), K // INPUT_BLOCK, rows, QUAD_ROWS)
     of_16 = row_offsets(t * (K // SMALL_GROUP), K // SMALL_GROUP, rows, QUAD_ROWS)
     outputs = row_offsets(t * N + column, N, rows, QUAD_ROWS)
-    prefetch_totals(y, outputs, QUAD_PANELS)
-    totals, line = zero_totals(planes, QUAD_PANELS), ahead
+    prefetch_totals(y, outputs, 1)
+    totals, line = zero_totals(planes, 1), ahead
     for g in range(K // w.group):
         half = g * halves
-        block, at, weights_at = half // 2, half // 2 * run_stride + half % 2 * 256, g * QUAD_PANELS * COLUMNS
-        if not USES_VNNI:
-            dots = zero_dots(planes, QUAD_PANELS)
-        elif halves == 2:
-            dots = start_dots(x.flip_sums, of_16, half, 2, QUAD_PANELS)
-        else:
-            dots = start_dots(x.flip_sums, of_16, half, 1, QUAD_PANELS)
+        block, at, weights_at = half // 2, half // 2 * run_stride + half % 2 * 256, g * COLUMNS
+        dots = zero_dots(planes, 1)
         for h in range(halves):
             line = _prefetch_lines(w.arena, line, step)
-            dots = _add_byte_dots(1, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
+            dots = _add_byte_dots(1, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, dots)
         dots = shift_dots(dots)
         if FLIPS_LOW:
             if halves == 2:
-                dots = add_tiles(dots, start_dots(x.flip_sums, of_16, half, 2, QUAD_PANELS))
+                dots = add_tiles(dots, start_dots(x.flip_sums, of_16, half, 2, 1))
             else:
-                dots = add_tiles(dots, start_dots(x.flip_sums, of_16, half, 1, QUAD_PANELS))
+                dots = add_tiles(dots, start_dots(x.flip_sums, of_16, half, 1, 1))
         for h in range(halves):
             line = _prefetch_lines(w.arena, line, step)
-            dots = _add_byte_dots(0, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
+            dots = _add_byte_dots(0, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, dots)
         if USES_I8MM:
             dots = split_rows(dots)
-        totals = add_scaled(x.scales, scales, block, unpacked.scales, weights_at, dots, totals)
+        totals = add_scaled(x.scales, scales, block, load_columns(unpacked.scales, weights_at, 1), dots, totals)
         if w.minimums:
+            minimums = load_columns(unpacked.minimums, weights_at, 1)
             if halves == 2:
-                totals = subtract_minimums(
-                    x.scales, scales, block, x.sums, scales, g, unpacked.minimums, weights_at, totals
-                )
+                totals = subtract_minimums(x.scales, scales, block, x.sums, scales, g, minimums, totals)
             else:
-                totals = subtract_minimums(
-                    x.scales, scales, block, x.sums_of_16, of_16, g, unpacked.minimums, weights_at, totals
-                )
-    if column + QUAD_PANELS * COLUMNS <= N:
+                totals = subtract_minimums(x.scales, scales, block, x.sums_of_16, of_16, g, minimums, totals)
+    if column + COLUMNS <= N:
         store_totals(y, outputs, 0, totals)
     else:
         store_partial_totals(y, outputs, N - column, totals)
@@ -271,27 +261,31 @@ def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, 
 
 @inlined
 def _quad_tiles(x, first_row, last_row, w, panel, next_panel, unpacked, y):
-    """Multiply the rows with QUAD_PANELS panels, from `panel` on.
+    """Multiply the rows with a panel. Each tile prefetches a part of the next panel.
 
-    Each tile prefetches a part of the next panels, because the hardware prefetches only what is near the latest loads.
-
-    next_panel: the first panel that this worker probably multiplies next
+    next_panel: the panel that this worker probably multiplies next
     """
-    for column in range(QUAD_PANELS):
-        unpack_quads(w, panel + column, unpacked, column, QUAD_PANELS)
-    panel_stride, run_stride = w.K * COLUMNS, INPUT_BLOCK * COLUMNS
-    address = np.int64(unpacked.codes.ctypes.data)
+    run_stride, address = INPUT_BLOCK * COLUMNS, np.int64(unpacked.codes.ctypes.data)
     if reads_quads_in_place(w):
-        panel_stride, run_stride = w.panel_bytes, w.panel_bytes // (w.K // INPUT_BLOCK)
+        unpack_scales(w, panel, unpacked, 0, 1)
+        run_stride = w.panel_bytes // (w.K // INPUT_BLOCK)
         first = w.start + panel * w.panel_bytes + run_stride - INPUT_BLOCK * COLUMNS
         address = np.int64(w.arena.ctypes.data) + first
-    quads = array_from_address(address, QUAD_PANELS * panel_stride, w.arena)
+    else:
+        unpack_quads(w, panel, unpacked, 0, 1)
+    quads = array_from_address(address, w.K // INPUT_BLOCK * run_stride, w.arena)
     runs, tiles = w.K // INPUT_BLOCK, (last_row - first_row + QUAD_ROWS - 1) // QUAD_ROWS
     ahead = w.start + next_panel * w.panel_bytes
-    step = QUAD_PANELS * w.panel_bytes // (4 * _LINES * runs * tiles) + 1
+    step = w.panel_bytes // (4 * _LINES * runs * tiles) + 1
     for t in range(first_row, last_row, QUAD_ROWS):
-        _quad_tile(x, t, last_row - t, w, panel, quads, panel_stride, run_stride, unpacked, y, ahead, step)
+        _quad_tile(x, t, last_row - t, w, panel, quads, run_stride, unpacked, y, ahead, step)
         ahead += 4 * _LINES * runs * step
+
+
+# Products of bytes: the function, the rows of a tile, and the panels that one call multiplies.
+_byte_tiles, BYTE_ROWS, _BYTE_PANELS = (
+    (multiply_tiles, code_tiles.ROWS, code_tiles.PANELS) if USES_VNNI else (_quad_tiles, QUAD_ROWS, 1)
+)
 
 
 @inlined
@@ -311,15 +305,15 @@ def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, others, 
     if rows == 1:
         for panel in range(first_panel, last_panel):
             one_row(x, first_row, w, panel, y)
-    elif rows <= AS_STORED_ROWS:
+    elif rows <= MOST_FEW_ROWS:
         for panel in range(first_panel, last_panel):
             few_rows(x, first_row, rows, w, panel, unpacked, y)
     elif USES_BYTES and rows <= MAX_BYTE_ROWS:
-        for panel in range(first_panel, last_panel, QUAD_PANELS):
-            next_panel = panel + QUAD_PANELS
+        for panel in range(first_panel, last_panel, _BYTE_PANELS):
+            next_panel = panel + _BYTE_PANELS
             if next_panel >= last_panel:
                 next_panel = min(next_panel + others, (w.N + COLUMNS - 1) // COLUMNS)
-            _quad_tiles(x, first_row, last_row, w, panel, next_panel, unpacked, y)
+            _byte_tiles(x, first_row, last_row, w, panel, next_panel, unpacked, y)
     else:
         for panel in range(first_panel, last_panel, CODE_PANELS):
             for column in range(CODE_PANELS):

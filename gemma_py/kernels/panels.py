@@ -225,8 +225,8 @@ def load_block_scales(w, at):
     """
     block_scales = load_f16(w.arena, at)
     if w.minimums:
-        return block_scales, load_f16(w.arena, at + _BLOCK_SCALE_BYTES), at + 2 * _BLOCK_SCALE_BYTES
-    return block_scales, block_scales, at + _BLOCK_SCALE_BYTES
+        return block_scales, load_f16(w.arena, at + _BLOCK_SCALE_BYTES), at + block_scale_bytes_of(w)
+    return block_scales, block_scales, at + block_scale_bytes_of(w)
 
 
 @force_inlined
@@ -236,6 +236,12 @@ def sub_scale_bytes_of(w):
     This function must be called before a loop, because LLVM does not move the division out of the loop.
     """
     return INPUT_BLOCK // w.group * COLUMNS if w.block > INPUT_BLOCK else 0
+
+
+@force_inlined
+def block_scale_bytes_of(w):
+    """Return the size of a block's scales and minimums in bytes."""
+    return _BLOCK_SCALE_BYTES * (1 + w.minimums)
 
 
 @force_inlined
@@ -260,8 +266,33 @@ def load_run_scales(w, block_scales, block_minimums, at, sub_scale_bytes):
 
 @force_inlined
 def reads_quads_in_place(w):
-    """Return whether the codes of all runs are signed bytes at equal distances, so that `unpack_quads` need not copy them."""
+    """Return whether the codes of all runs are signed bytes at equal distances, so that they need not be unpacked."""
     return w.width == 8 and w.block == INPUT_BLOCK and not USES_I8MM
+
+
+@force_inlined
+def _unpack_run_scales(w, at, block_scales, block_minimums, sub_scale_bytes, unpacked, g, columns):
+    """Store the scales and minimums of the run that begins at `at` as vectors g, g + columns, ... of the unpack buffer.
+
+    Return the index of the next vector.
+    """
+    for group in range(INPUT_BLOCK // w.group):
+        store(unpacked.scales, g * COLUMNS, _group_scales(w, block_scales, at, group))
+        if w.minimums:
+            store(unpacked.minimums, g * COLUMNS, _group_scales(w, block_minimums, at + sub_scale_bytes, group))
+        g += columns
+    return g
+
+
+@inlined
+def unpack_scales(w, panel, unpacked, column, columns):
+    """Unpack the scales and minimums of a panel into column `column` of an unpack buffer of `columns` panels."""
+    at, g, sub_scale_bytes = w.start + panel * w.panel_bytes, column, sub_scale_bytes_of(w)
+    for _ in range(w.K // w.block):
+        block_scales, block_minimums, at = load_block_scales(w, at)
+        for _ in range(w.block // INPUT_BLOCK):
+            g = _unpack_run_scales(w, at, block_scales, block_minimums, sub_scale_bytes, unpacked, g, columns)
+            at += sub_scale_bytes * (1 + w.minimums) + 64 * w.width
 
 
 def _make_unpack(as_quads: bool) -> Any:
@@ -271,17 +302,12 @@ def _make_unpack(as_quads: bool) -> Any:
         @inlined
         def unpack(w, panel, unpacked, column, columns):
             at, stride, g = w.start + panel * w.panel_bytes, columns * _PAIRS, column
-            sub_scale_bytes, groups, in_block = sub_scale_bytes_of(w), INPUT_BLOCK // w.group, w.block - 1
-            in_place, block_scales, block_minimums = as_quads and reads_quads_in_place(w), zero(), zero()
+            sub_scale_bytes, in_block = sub_scale_bytes_of(w), w.block - 1
+            block_scales, block_minimums = zero(), zero()
             for k in range(0, w.K, INPUT_BLOCK):
                 if k & in_block == 0:
                     block_scales, block_minimums, at = load_block_scales(w, at)
-                for group in range(groups):
-                    store(unpacked.scales, g * COLUMNS, _group_scales(w, block_scales, at, group))
-                    if w.minimums:
-                        minimums_at = at + sub_scale_bytes
-                        store(unpacked.minimums, g * COLUMNS, _group_scales(w, block_minimums, minimums_at, group))
-                    g += columns
+                g = _unpack_run_scales(w, at, block_scales, block_minimums, sub_scale_bytes, unpacked, g, columns)
                 at += sub_scale_bytes * (1 + w.minimums)
                 if as_quads:
                     out_at = (column * w.K + k) // 4 * _PAIRS
@@ -295,7 +321,7 @@ def _make_unpack(as_quads: bool) -> Any:
                             store_words(unpacked.codes, out_at + (v + 1) * _PAIRS, next_low)
                             store_words(unpacked.codes, out_at + (v + 4) * _PAIRS, high)
                             store_words(unpacked.codes, out_at + (v + 5) * _PAIRS, next_high)
-                    elif not in_place:
+                    else:
                         for v in range(w.quads):
                             low, high = quads(w.arena, at, v)
                             store_words(unpacked.codes, out_at + v * _PAIRS, bytes_sub(low, w.offset))

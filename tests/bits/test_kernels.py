@@ -23,9 +23,8 @@ from gemma_py.kernels.simd import target
 from gemma_py.reference import operations as reference
 from gemma_py.weights.tensors import CodeMatrix, FloatMatrix, Matrix
 
-F = np.float32
+F, ALL = np.float32, 2**62
 EPS = F(1e-6)
-ALL = 2**62
 seeds = st.integers(0, 2**32 - 1)
 some = settings(max_examples=20, deadline=None)
 
@@ -194,15 +193,18 @@ def test_matmul_codes_matches_the_reference(kind, seed, T, blocks, N):
     assert np.isnan(y[T * N :]).all()
 
 
-@pytest.mark.parametrize(("width", "offset"), [(8, 0), (6, 32), (5, 16), (4, 8)])
+@pytest.mark.parametrize("name", ["Q8_0", "Q6_K", "Q5_0", "Q4_0", "Q3_K"])
 @pytest.mark.parametrize("T", [1, 2, 3])
-def test_the_largest_codes_do_not_overflow(width, offset, T):
-    K, least = 32, -offset or -128
-    x = coded(np.full((T, K), -1, F))
-    matrix = CodeMatrix(np.full((1, K), least, np.int8), (np.ones((1, 1), np.float16),), (), width, offset)
-    y = np.empty(T, F)
-    matmul_codes(x, code_panels(matrix), y, 0, T, 0, 4, 0, unpack_buffer_for(K))
-    assert (y == F(F(1) / F(32767)) * F(32 * -least * 32767)).all()
+def test_the_largest_codes_do_not_overflow(name, T):
+    K, group, least = TYPES[name].block, TYPES[name].group, -TYPES[name].offset or -128
+    x, ones = coded(np.full((T, K), -1, F)), np.ones((1, K // group), np.int8)
+    scales = (ones[:, :1].astype(np.float16),), (ones,) if group < K else ()
+    w = code_panels(CodeMatrix(np.full((1, K), least, np.int8), *scales, TYPES[name].width, TYPES[name].offset))
+    y, expected = np.empty(T, F), F(0)
+    matmul_codes(x, w, y, 0, T, 0, 4, 0, unpack_buffer_for(K))
+    for _ in range(K // group):  # in float64, product and sum are exact
+        expected = F(float(F(1) / F(32767)) * group * -least * 32767 + float(expected))
+    assert (y == expected).all()
 
 
 def test_embedding_rows_match_the_reference():

@@ -124,3 +124,11 @@ def prefetch_line(builder, pointer, writing, locality=3):
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     # The last argument of llvm.prefetch, 1, selects the data cache.
     builder.call(function, [pointer, *(ir.Constant(I32, value) for value in (writing, locality, 1))])
+
+
+def tuple_values(builder, values):
+    return [builder.extract_value(values, number) for number in range(values.type.count)]
+
+
+def add_constant(builder, at, offset):
+    return builder.add(at, ir.Constant(at.type, offset))

@@ -12,6 +12,7 @@ from gemma_py.kernels.simd.builders import (
     I8,
     I32,
     LANES,
+    add_constant,
     call_llvm,
     element_pointer,
     f32x16,
@@ -24,21 +25,12 @@ from gemma_py.kernels.simd.builders import (
     load_value_at,
     masked_store,
     prefetch_line,
-    shuffle,
     splat_scalar,
+    tuple_values,
     vector_constant,
 )
-from gemma_py.kernels.simd.dots import dot_pairs_value, load_splat_pair_value, vnni_instruction
-from gemma_py.kernels.simd.neon import SIGN_BITS, add_byte_dot, add_matrix_dots, load_planes
-from gemma_py.kernels.simd.target import FLIPS_LOW, USES_SDOT, USES_VNNI
-
-
-def _tuple_values(builder, values):
-    return [builder.extract_value(values, number) for number in range(values.type.count)]
-
-
-def _add_constant(builder, at, offset):
-    return builder.add(at, ir.Constant(at.type, offset))
+from gemma_py.kernels.simd.dots import dot_pairs_value, load_splat_pair_value
+from gemma_py.kernels.simd.neon import SIGN_BITS
 
 
 def _vectors_from(context, builder, kind, array, at, count, stride=None):
@@ -68,7 +60,7 @@ def row_offsets(typing, at, stride, rows, R):
 
     def codegen(context, builder, sig, args):
         at, stride, rows = args[:3]
-        offsets, last = [], _add_constant(builder, rows, -1)
+        offsets, last = [], add_constant(builder, rows, -1)
         for number in range(R.literal_value):
             row = ir.Constant(last.type, number)
             row = builder.select(builder.icmp_signed("<", row, last), row, last)
@@ -108,14 +100,28 @@ def add_products(typing, a, offsets, step, b, at, stride, totals):
         rows = sig.args[1].count
         vectors = sig.args[6].count // rows
         columns = _vectors_from(context, builder, sig.args[3], args[3], at, vectors, stride)
-        results = _tuple_values(builder, totals)
-        for r, offset in enumerate(_tuple_values(builder, offsets)):
+        results = tuple_values(builder, totals)
+        for r, offset in enumerate(tuple_values(builder, offsets)):
             factor = _splat_from(context, builder, sig.args[0], args[0], builder.add(offset, step))
             for c, column in enumerate(columns):
                 results[r * vectors + c] = _fma(builder, factor, column, results[r * vectors + c])
         return context.make_tuple(builder, sig.return_type, results)
 
     return totals(a, offsets, types.intp, b, types.intp, types.intp, totals), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load_columns(typing, array, at, C):
+    """Load C vectors from array[at : at + 16 C], one for each column of a tile."""
+    if not (is_flat(array, types.float32) and isinstance(C, types.IntegerLiteral)):
+        return None
+    result = types.UniTuple(f32x16, C.literal_value)
+
+    def codegen(context, builder, sig, args):
+        vectors = _vectors_from(context, builder, array, args[0], args[1], C.literal_value)
+        return context.make_tuple(builder, result, vectors)
+
+    return result(array, types.intp, C), codegen
 
 
 @intrinsic
@@ -126,7 +132,7 @@ def add_multiples(typing, a, offsets, step, value, totals):
 
     def codegen(context, builder, sig, args):
         results = []
-        for offset, total in zip(_tuple_values(builder, args[1]), _tuple_values(builder, args[4]), strict=True):
+        for offset, total in zip(tuple_values(builder, args[1]), tuple_values(builder, args[4]), strict=True):
             factor = _splat_from(context, builder, sig.args[0], args[0], builder.add(offset, args[2]))
             results.append(_fma(builder, factor, args[3], total))
         return context.make_tuple(builder, sig.return_type, results)
@@ -148,17 +154,15 @@ def add_dots(typing, codes, offsets, step, weights, at, dots):
 
     def codegen(context, builder, sig, args):
         _, offsets, step, _, at, dots = args
-        results, offsets = _tuple_values(builder, dots), _tuple_values(builder, offsets)
+        results, offsets = tuple_values(builder, dots), tuple_values(builder, offsets)
         vectors = len(results) // len(offsets)
         for pair in range(8):
             columns = [
-                load_value_at(
-                    context, builder, sig.args[3], args[3], _add_constant(builder, at, 32 * c), i16x32.llvm, 2
-                )
+                load_value_at(context, builder, sig.args[3], args[3], add_constant(builder, at, 32 * c), i16x32.llvm, 2)
                 for c in range(vectors * pair, vectors * (pair + 1))
             ]
             for r, offset in enumerate(offsets):
-                offset = _add_constant(builder, builder.add(offset, step), 2 * pair)
+                offset = add_constant(builder, builder.add(offset, step), 2 * pair)
                 code = load_splat_pair_value(context, builder, sig.args[0], args[0], offset)
                 for c, column in enumerate(columns):
                     results[r * vectors + c] = dot_pairs_value(context, builder, code, column, results[r * vectors + c])
@@ -179,12 +183,12 @@ def start_dots(typing, sums, offsets, step, count, C):
 
     def codegen(context, builder, sig, args):
         results = []
-        for offset in _tuple_values(builder, args[1]):
+        for offset in tuple_values(builder, args[1]):
             at = builder.add(offset, args[2])
             total = _splat_from(context, builder, sums, args[0], at)
             for number in range(1, count.literal_value):
                 total = builder.fadd(
-                    total, _splat_from(context, builder, sums, args[0], _add_constant(builder, at, number))
+                    total, _splat_from(context, builder, sums, args[0], add_constant(builder, at, number))
                 )
             results += [builder.fptosi(total, i32x16.llvm)] * C.literal_value
         return context.make_tuple(builder, result, results)
@@ -193,94 +197,63 @@ def start_dots(typing, sums, offsets, step, count, C):
 
 
 @intrinsic(prefer_literal=True)
-def add_byte_dots(typing, high, planes, offsets, step, weights, at, stride, dots):
-    """Add to dots[r, c] the dot products of 16 inputs and 16 C outputs, with one byte of each input. Needs VNNI or sdot.
-
-    high: 1 for the inputs' high bytes, 0 for their low bytes
-    planes: for every four inputs, from planes[offsets[r] + step] on, four signed high bytes and four unsigned low bytes
-    weights: from weights[at + stride c] on, the signed bytes of 4 quads of 16 outputs
-
-    VNNI multiplies unsigned bytes with signed bytes. Therefore the high bytes are multiplied with the weights plus 128,
-    which are the weights with the sign bit flipped. Where FLIPS_LOW is true, the low bytes are.
-    """
-    if not (is_flat(planes, types.int8) and is_flat(weights, types.int8) and isinstance(high, types.IntegerLiteral)):
+def start_products(typing, sums, offsets, step, factor, C):
+    """Return a tile of dots[r, c] = sums[offsets[r] + step] * factor. sums: f32, whole numbers. factor: int32."""
+    if not (is_flat(sums, types.float32) and isinstance(C, types.IntegerLiteral)):
         return None
-    is_high = high.literal_value == 1
-    flips = USES_VNNI if is_high else FLIPS_LOW
+    result = types.UniTuple(i32x16, offsets.count * C.literal_value)
 
     def codegen(context, builder, sig, args):
-        _, _, offsets, step, _, at, stride, dots = args
-        results, offsets = _tuple_values(builder, dots), _tuple_values(builder, offsets)
-        vectors = len(results) // len(offsets)
-        panels = [builder.add(at, builder.mul(stride, ir.Constant(at.type, c))) for c in range(vectors)]
-        sign_bits = ir.Constant(i32x16.llvm, [ir.Constant(I32, SIGN_BITS)] * 16)
-        for quad in range(4):
-            columns = []
-            for panel in panels:
-                place = _add_constant(builder, panel, 64 * quad)
-                column = load_value_at(context, builder, weights, args[4], place, i32x16.llvm, 1)
-                columns.append(builder.xor(column, sign_bits) if flips else column)
-            for r, offset in enumerate(offsets):
-                if USES_SDOT:
-                    place = builder.add(offset, step)
-                    code = load_planes(context, builder, planes, args[1], place, quad // 2)
-                    for number, column in enumerate(columns, r * vectors):
-                        total = results[number]
-                        results[number] = add_byte_dot(context, builder, is_high, column, code, quad % 2, total)
-                    continue
-                place = _add_constant(builder, builder.add(offset, step), 8 * quad + (0 if is_high else 4))
-                code = load_value_at(context, builder, planes, args[1], place, I32, 4)
-                code = splat_scalar(builder, code, i32x16.llvm)
-                for c, column in enumerate(columns):
-                    factors = (column, code) if is_high else (code, column)
-                    number = r * vectors + c
-                    results[number] = vnni_instruction(builder, "vpdpbusd", *factors, results[number])
-        return context.make_tuple(builder, sig.return_type, results)
+        results = []
+        for offset in tuple_values(builder, args[1]):
+            place = (args[0], builder.add(offset, args[2]))
+            total = builder.fptosi(load_f32(context, builder, types.float32(sums, types.intp), place), I32)
+            results += [splat_scalar(builder, builder.mul(total, args[3]), i32x16.llvm)] * C.literal_value
+        return context.make_tuple(builder, result, results)
 
-    return dots(high, planes, offsets, types.intp, weights, types.intp, types.intp, dots), codegen
+    return result(sums, offsets, types.intp, types.int32, C), codegen
 
 
 @intrinsic(prefer_literal=True)
-def add_paired_dots(typing, high, planes, offsets, step, weights, at, stride, dots):
-    """Do what `add_byte_dots` does, but with smmla, for an even number of rows and one panel.
+def add_quad_dots(typing, planes, offsets, step, quads, are_signed, highs, lows):
+    """Add to highs[r, c] and lows[r, c] the dot products of four inputs' high bytes or low bytes and a quad of 16 outputs.
 
-    weights: the quads of each output are joined to pairs; see `join_quads`
-    dots: in the layout of `add_matrix_dots`, from which `split_rows` makes rows
+    planes: from planes[offsets[r] + step] on, the four signed high bytes, and then the four unsigned low bytes
+    quads: C vectors of quads
+    are_signed: 0 if all bytes of the quads are less than 128, else 1
+
+    VNNI multiplies unsigned bytes with signed bytes. Therefore the high bytes are multiplied with signed weights plus 128, which
+    are the weights with the sign bit flipped.
+
+    The instruction is an intrinsic of LLVM. Around inline assembly, LLVM would load inputs with vbroadcastss, which takes twice
+    as long here as vpbroadcastd.
     """
-    is_high, columns = high.literal_value == 1, dots.count // offsets.count
-    if columns != 1 or offsets.count % 2:
+    if not (is_flat(planes, types.int8) and isinstance(are_signed, types.IntegerLiteral)):
         return None
 
     def codegen(context, builder, sig, args):
-        _, _, offsets, step, _, at, _, dots = args
-        results, offsets = _tuple_values(builder, dots), _tuple_values(builder, offsets)
-        for pair in range(2):
-            parts = [
-                load_value_at(context, builder, weights, args[4], _add_constant(builder, at, place), i32x16.llvm, 1)
-                for place in (128 * pair, 128 * pair + 64)
-            ]
-            for r in range(0, len(offsets), 2):
-                places = [builder.add(offset, step) for offset in offsets[r : r + 2]]
-                codes = [load_planes(context, builder, planes, args[1], place, pair) for place in places]
-                results[r : r + 2] = add_matrix_dots(builder, is_high, parts, codes, results[r : r + 2])
-        return context.make_tuple(builder, sig.return_type, results)
+        _, offsets, step, quads, _, highs, lows = args
+        signed = [builder.bitcast(quad, i32x16.llvm) for quad in tuple_values(builder, quads)]
+        unsigned = signed
+        if are_signed.literal_value:
+            sign_bits = vector_constant(i32x16.llvm, [SIGN_BITS] * 16)
+            unsigned = [builder.xor(quad, sign_bits) for quad in signed]
+        results = [tuple_values(builder, highs), tuple_values(builder, lows)]
+        for r, offset in enumerate(tuple_values(builder, offsets)):
+            for plane, totals in enumerate(results):
+                place = add_constant(builder, builder.add(offset, step), 4 * plane)
+                code = load_value_at(context, builder, planes, args[0], place, I32, 4)
+                code = splat_scalar(builder, code, i32x16.llvm)
+                for c, number in enumerate(range(r * len(signed), (r + 1) * len(signed))):
+                    factors = [code, signed[c]] if plane else [unsigned[c], code]
+                    totals[number] = call_llvm(
+                        builder, "llvm.x86.avx512.vpdpbusd.512", i32x16.llvm, [totals[number], *factors]
+                    )
+        tiles = [context.make_tuple(builder, highs_type, values) for values in results]
+        return context.make_tuple(builder, sig.return_type, tiles)
 
-    return dots(high, planes, offsets, types.intp, weights, types.intp, types.intp, dots), codegen
-
-
-@intrinsic
-def split_rows(typing, totals):
-    """Return a tile of totals by rows and outputs, from totals that `add_matrix_dots` computed for each pair of rows."""
-
-    def codegen(context, builder, sig, args):
-        values, rows = _tuple_values(builder, args[0]), []
-        for a, b in zip(values[::2], values[1::2], strict=True):
-            for row in range(2):
-                order = [4 * quarter + 2 * row + column for quarter in range(8) for column in range(2)]
-                rows.append(shuffle(builder, a, b, order))
-        return context.make_tuple(builder, totals, rows)
-
-    return totals(totals), codegen
+    highs_type = highs
+    return types.UniTuple(highs, 2)(planes, offsets, types.intp, quads, are_signed, highs, lows), codegen
 
 
 @intrinsic
@@ -289,7 +262,7 @@ def shift_dots(typing, dots):
 
     def codegen(context, builder, sig, args):
         eight = vector_constant(i32x16.llvm, [8] * 16)
-        results = [builder.shl(value, eight) for value in _tuple_values(builder, args[0])]
+        results = [builder.shl(value, eight) for value in tuple_values(builder, args[0])]
         return context.make_tuple(builder, sig.return_type, results)
 
     return dots(dots), codegen
@@ -300,51 +273,47 @@ def add_tiles(typing, a, b):
     """Return the sums of the dots of two tiles."""
 
     def codegen(context, builder, sig, args):
-        both = zip(*(_tuple_values(builder, values) for values in args), strict=True)
+        both = zip(*(tuple_values(builder, values) for values in args), strict=True)
         return context.make_tuple(builder, a, [builder.add(*values) for values in both])
 
     return (a(a, b), codegen) if a == b else None
 
 
 @intrinsic
-def add_scaled(typing, scales, offsets, step, weights, at, dots, totals):
-    """Compute totals[r, c] += (scales[offsets[r] + step] * weights[i : i + 16]) * dots[r, c], where i = at + 16 c."""
-    if not (is_flat(scales, types.float32) and is_flat(weights, types.float32)):
+def add_scaled(typing, scales, offsets, step, columns, dots, totals):
+    """Compute totals[r, c] += (scales[offsets[r] + step] * columns[c]) * dots[r, c]."""
+    if not is_flat(scales, types.float32):
         return None
 
     def codegen(context, builder, sig, args):
-        _, offsets, step, _, at, dots, totals = args
-        rows = sig.args[1].count
-        vectors = sig.args[6].count // rows
-        columns = _vectors_from(context, builder, sig.args[3], args[3], at, vectors)
-        results, dots = _tuple_values(builder, totals), _tuple_values(builder, dots)
-        for r, offset in enumerate(_tuple_values(builder, offsets)):
+        _, offsets, step, columns, dots, totals = args
+        vectors, columns = sig.args[3].count, tuple_values(builder, columns)
+        results, dots = tuple_values(builder, totals), tuple_values(builder, dots)
+        for r, offset in enumerate(tuple_values(builder, offsets)):
             scale = _splat_from(context, builder, sig.args[0], args[0], builder.add(offset, step))
             for number in range(r * vectors, (r + 1) * vectors):
                 factor = builder.fmul(scale, columns[number % vectors])
                 results[number] = _fma(builder, factor, builder.sitofp(dots[number], f32x16.llvm), results[number])
         return context.make_tuple(builder, sig.return_type, results)
 
-    return totals(scales, offsets, types.intp, weights, types.intp, dots, totals), codegen
+    return totals(scales, offsets, types.intp, columns, dots, totals), codegen
 
 
 @intrinsic
-def subtract_minimums(typing, scales, offsets, step, sums, sum_offsets, sum_step, weights, at, totals):
-    """Compute totals[r, c] -= (scale[r] * weights[i : i + 16]) * sum[r], where i = at + 16 c.
+def subtract_minimums(typing, scales, offsets, step, sums, sum_offsets, sum_step, columns, totals):
+    """Compute totals[r, c] -= (scale[r] * columns[c]) * sum[r].
 
     scale[r]: scales[offsets[r] + step]
     sum[r]: sums[sum_offsets[r] + sum_step]
     """
-    if not (is_flat(scales, types.float32) and is_flat(sums, types.float32) and is_flat(weights, types.float32)):
+    if not (is_flat(scales, types.float32) and is_flat(sums, types.float32)):
         return None
 
     def codegen(context, builder, sig, args):
-        _, offsets, step, _, sum_offsets, sum_step, _, at, totals = args
-        rows = sig.args[1].count
-        vectors = sig.args[8].count // rows
-        columns = _vectors_from(context, builder, sig.args[6], args[6], at, vectors)
-        results = _tuple_values(builder, totals)
-        both = zip(_tuple_values(builder, offsets), _tuple_values(builder, sum_offsets), strict=True)
+        _, offsets, step, _, sum_offsets, sum_step, columns, totals = args
+        vectors, columns = sig.args[6].count, tuple_values(builder, columns)
+        results = tuple_values(builder, totals)
+        both = zip(tuple_values(builder, offsets), tuple_values(builder, sum_offsets), strict=True)
         for r, (offset, sum_offset) in enumerate(both):
             scale = _splat_from(context, builder, sig.args[0], args[0], builder.add(offset, step))
             total = _splat_from(context, builder, sig.args[3], args[3], builder.add(sum_offset, sum_step))
@@ -354,7 +323,7 @@ def subtract_minimums(typing, scales, offsets, step, sums, sum_offsets, sum_step
         return context.make_tuple(builder, sig.return_type, results)
 
     step = types.intp
-    return totals(scales, offsets, step, sums, sum_offsets, step, weights, step, totals), codegen
+    return totals(scales, offsets, step, sums, sum_offsets, step, columns, totals), codegen
 
 
 @intrinsic
@@ -364,8 +333,8 @@ def scale_totals(typing, a, offsets, totals):
         return None
 
     def codegen(context, builder, sig, args):
-        results, vectors = _tuple_values(builder, args[2]), sig.args[2].count // sig.args[1].count
-        for r, offset in enumerate(_tuple_values(builder, args[1])):
+        results, vectors = tuple_values(builder, args[2]), sig.args[2].count // sig.args[1].count
+        for r, offset in enumerate(tuple_values(builder, args[1])):
             factor = _splat_from(context, builder, sig.args[0], args[0], offset)
             for number in range(r * vectors, (r + 1) * vectors):
                 results[number] = builder.fmul(results[number], factor)
@@ -383,7 +352,7 @@ def load_totals(typing, y, offsets, step, C):
 
     def codegen(context, builder, sig, args):
         results = []
-        for offset in _tuple_values(builder, args[1]):
+        for offset in tuple_values(builder, args[1]):
             results += _vectors_from(context, builder, y, args[0], builder.add(offset, args[2]), C.literal_value)
         return context.make_tuple(builder, result, results)
 
@@ -401,11 +370,11 @@ def prefetch_totals(typing, y, offsets, C):
         return None
 
     def codegen(context, builder, sig, args):
-        for offset in _tuple_values(builder, args[1]):
+        for offset in tuple_values(builder, args[1]):
             for c in range(C.literal_value):
                 prefetch_line(
                     builder,
-                    element_pointer(context, builder, y, args[0], _add_constant(builder, offset, 16 * c), I8),
+                    element_pointer(context, builder, y, args[0], add_constant(builder, offset, 16 * c), I8),
                     1,
                 )
         return context.get_dummy_value()
@@ -420,10 +389,10 @@ def store_totals(typing, y, offsets, step, totals):
         return None
 
     def codegen(context, builder, sig, args):
-        results, vectors = _tuple_values(builder, args[3]), sig.args[3].count // sig.args[1].count
-        for r, offset in enumerate(_tuple_values(builder, args[1])):
+        results, vectors = tuple_values(builder, args[3]), sig.args[3].count // sig.args[1].count
+        for r, offset in enumerate(tuple_values(builder, args[1])):
             for c in range(vectors):
-                at = _add_constant(builder, builder.add(offset, args[2]), 16 * c)
+                at = add_constant(builder, builder.add(offset, args[2]), 16 * c)
                 address = element_pointer(context, builder, sig.args[0], args[0], at, f32x16.llvm)
                 builder.store(results[r * vectors + c], address).align = 4
         return context.get_dummy_value()
@@ -438,12 +407,12 @@ def store_partial_totals(typing, y, offsets, columns, totals):
         return None
 
     def codegen(context, builder, sig, args):
-        results, vectors = _tuple_values(builder, args[3]), sig.args[3].count // sig.args[1].count
-        masks = [lane_mask(builder, _add_constant(builder, args[2], -16 * c)) for c in range(vectors)]
-        for r, offset in enumerate(_tuple_values(builder, args[1])):
+        results, vectors = tuple_values(builder, args[3]), sig.args[3].count // sig.args[1].count
+        masks = [lane_mask(builder, add_constant(builder, args[2], -16 * c)) for c in range(vectors)]
+        for r, offset in enumerate(tuple_values(builder, args[1])):
             for c in range(vectors):
                 address = element_pointer(
-                    context, builder, sig.args[0], args[0], _add_constant(builder, offset, 16 * c), f32x16.llvm
+                    context, builder, sig.args[0], args[0], add_constant(builder, offset, 16 * c), f32x16.llvm
                 )
                 masked_store(builder, results[r * vectors + c], address, masks[c])
         return context.get_dummy_value()

@@ -1,0 +1,176 @@
+"""Matrix products of several rows with quantised weights as they are stored, with VNNI (see panels.py for the layout).
+
+A tile has four rows and two panels. Unpacking a quad takes a mask and perhaps a shift. Other units of the processor compute
+these while VNNI multiplies, so unpacking takes no time, and unpacked codes need not be stored.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from gemma_py.kernels.decorator import force_inlined, inlined
+from gemma_py.kernels.panels import (
+    COLUMNS,
+    INPUT_BLOCK,
+    SMALL_GROUP,
+    block_scale_bytes_of,
+    for_each_width,
+    sub_scale_bytes_of,
+    unpack_scales,
+)
+from gemma_py.kernels.simd.tiles import (
+    add_quad_dots,
+    add_scaled,
+    add_tiles,
+    load_columns,
+    prefetch_totals,
+    row_offsets,
+    shift_dots,
+    start_dots,
+    start_products,
+    store_partial_totals,
+    store_totals,
+    subtract_minimums,
+    zero_dots,
+    zero_totals,
+)
+from gemma_py.kernels.simd.vectors import prefetch_to_l2
+
+ROWS, PANELS = 4, 2  # of a tile
+
+
+@force_inlined
+def _add_group(x, w, unpacked, blocks, block, sums, sum_offsets, group, highs, lows, totals):
+    """Return the totals plus the contribution of a group of inputs.
+
+    highs, lows: the dot products of the inputs' high bytes and of their low bytes, less the offset of the weights
+    sums, sum_offsets: for each row, the sums of the groups' input codes begin at sums[sum_offsets[row]]
+    """
+    at, dots = group * PANELS * COLUMNS, add_tiles(shift_dots(highs), lows)
+    totals = add_scaled(x.scales, blocks, block, load_columns(unpacked.scales, at, PANELS), dots, totals)
+    if w.minimums:
+        minimums = load_columns(unpacked.minimums, at, PANELS)
+        totals = subtract_minimums(x.scales, blocks, block, sums, sum_offsets, group, minimums, totals)
+    return totals
+
+
+def _make_tiles(quads: Any, width: int) -> Any:
+    """Return (a function for groups of 32 inputs, a function for groups of 16) for codes of `width` bits.
+
+    quads: the function that loads such codes
+    """
+    are_signed = 1 if width == 8 else 0
+    lines = PANELS * (width + 1)  # the cache lines of a run of each panel, with its scales
+
+    @force_inlined
+    def add_quads(x, planes, k, w, at, v, highs, lows):
+        """Add the products of quads v and v + 4, which share bytes."""
+        first, second = quads(w.arena, at, v)
+        next_first, next_second = quads(w.arena, at + w.panel_bytes, v)
+        highs, lows = add_quad_dots(x.byte_planes, planes, k, (first, next_first), are_signed, highs, lows)
+        return add_quad_dots(x.byte_planes, planes, k + 2 * SMALL_GROUP, (second, next_second), are_signed, highs, lows)
+
+    @force_inlined
+    def add_quad(x, planes, k, w, at, v, half, highs, lows):
+        """Add the products of one quad of a half of a run."""
+        quad, next_quad = quads(w.arena, at, v)[half], quads(w.arena, at + w.panel_bytes, v)[half]
+        return add_quad_dots(x.byte_planes, planes, k, (quad, next_quad), are_signed, highs, lows)
+
+    @force_inlined
+    def add_run_of_32(x, w, unpacked, at, block, planes, blocks, of_16, totals):
+        """Return the totals plus the products of 32 inputs with a run of each panel. at: index of the run's codes"""
+        if are_signed:  # flip_sums subtracts what the 128 that are added to each weight add to the dot product
+            highs, lows = start_dots(x.flip_sums, of_16, 2 * block, 2, PANELS), zero_dots(planes, PANELS)
+        else:
+            highs, lows = zero_dots(planes, PANELS), start_products(x.sums, blocks, block, np.int32(-w.offset), PANELS)
+        k = 2 * INPUT_BLOCK * block
+        highs, lows = add_quads(x, planes, k, w, at, 0, highs, lows)
+        highs, lows = add_quads(x, planes, k + 8, w, at, 1, highs, lows)
+        highs, lows = add_quads(x, planes, k + 16, w, at, 2, highs, lows)
+        highs, lows = add_quads(x, planes, k + 24, w, at, 3, highs, lows)
+        return _add_group(x, w, unpacked, blocks, block, x.sums, blocks, block, highs, lows, totals)
+
+    @force_inlined
+    def add_half_run(x, w, unpacked, at, block, half, planes, blocks, of_16, totals):
+        group, k = 2 * block + half, 2 * (INPUT_BLOCK * block + SMALL_GROUP * half)
+        lows = start_products(x.sums_of_16, of_16, group, np.int32(-w.offset), PANELS)
+        highs, lows = add_quad(x, planes, k, w, at, 0, half, zero_dots(planes, PANELS), lows)
+        highs, lows = add_quad(x, planes, k + 8, w, at, 1, half, highs, lows)
+        highs, lows = add_quad(x, planes, k + 16, w, at, 2, half, highs, lows)
+        highs, lows = add_quad(x, planes, k + 24, w, at, 3, half, highs, lows)
+        return _add_group(x, w, unpacked, blocks, block, x.sums_of_16, of_16, group, highs, lows, totals)
+
+    @force_inlined
+    def add_run_of_16(x, w, unpacked, at, block, planes, blocks, of_16, totals):
+        totals = add_half_run(x, w, unpacked, at, block, 0, planes, blocks, of_16, totals)
+        return add_half_run(x, w, unpacked, at, block, 1, planes, blocks, of_16, totals)
+
+    def of_runs(add_run: Any) -> Any:
+        @inlined
+        def tile(x, t, rows, w, panel, unpacked, y, ahead, step):
+            """Multiply ROWS rows, from row t on, with PANELS panels, from `panel` on.
+
+            rows: the number of rows that are left. If it is less than ROWS, the last row is computed several times.
+            unpacked: UnpackBuffer with the scales and minimums of these panels
+            ahead, step: from index `ahead` on, the arena is prefetched at steps of `step` bytes, `lines` times in a run
+            """
+            K, N, column = w.K, w.N, panel * COLUMNS
+            planes = row_offsets(2 * t * K, 2 * K, rows, ROWS)
+            blocks = row_offsets(t * (K // INPUT_BLOCK), K // INPUT_BLOCK, rows, ROWS)
+            of_16 = row_offsets(t * (K // SMALL_GROUP), K // SMALL_GROUP, rows, ROWS)
+            outputs = row_offsets(t * N + column, N, rows, ROWS)
+            prefetch_totals(y, outputs, PANELS)
+            totals, at, in_block = (
+                zero_totals(planes, PANELS),
+                w.start + panel * w.panel_bytes,
+                w.block // INPUT_BLOCK - 1,
+            )
+            before_block, before_run = block_scale_bytes_of(w), sub_scale_bytes_of(w) * (1 + w.minimums)
+            for block in range(K // INPUT_BLOCK):
+                at += before_run + (0 if block & in_block else before_block)
+                for line in range(lines):
+                    prefetch_to_l2(w.arena, ahead + line * step)
+                totals = add_run(x, w, unpacked, at, block, planes, blocks, of_16, totals)
+                at, ahead = at + 64 * width, ahead + lines * step
+            if column + PANELS * COLUMNS <= N:
+                store_totals(y, outputs, 0, totals)
+            else:
+                store_partial_totals(y, outputs, N - column, totals)
+
+        @inlined
+        def tiles(x, first_row, last_row, w, panel, next_panel, unpacked, y):
+            for column in range(PANELS):
+                unpack_scales(w, panel + column, unpacked, column, PANELS)
+            runs, count = w.K // INPUT_BLOCK, (last_row - first_row + ROWS - 1) // ROWS
+            ahead, step = w.start + next_panel * w.panel_bytes, PANELS * w.panel_bytes // (lines * runs * count) + 1
+            for t in range(first_row, last_row, ROWS):
+                tile(x, t, last_row - t, w, panel, unpacked, y, ahead, step)
+                ahead += lines * runs * step
+
+        return tiles
+
+    return of_runs(add_run_of_32), of_runs(add_run_of_16)
+
+
+# Formats of 5 and 8 bits have groups of 32, and formats of 6 bits have groups of 16.
+(_four_of_32, _four_of_16), (_five_of_32, _), (_, _six_of_16), (_eight_of_32, _) = for_each_width(_make_tiles)
+
+
+@inlined
+def multiply_tiles(x, first_row, last_row, w, panel, next_panel, unpacked, y):
+    """Multiply the rows with PANELS panels, from `panel` on.
+
+    Each tile prefetches a part of the next panels, because the hardware prefetches only what is near the latest loads.
+
+    next_panel: the first panel that this worker probably multiplies next
+    """
+    if w.width == 4 and w.group == INPUT_BLOCK:
+        _four_of_32(x, first_row, last_row, w, panel, next_panel, unpacked, y)
+    elif w.width == 4:
+        _four_of_16(x, first_row, last_row, w, panel, next_panel, unpacked, y)
+    elif w.width == 5:
+        _five_of_32(x, first_row, last_row, w, panel, next_panel, unpacked, y)
+    elif w.width == 6:
+        _six_of_16(x, first_row, last_row, w, panel, next_panel, unpacked, y)
+    else:
+        _eight_of_32(x, first_row, last_row, w, panel, next_panel, unpacked, y)
