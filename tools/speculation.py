@@ -35,6 +35,7 @@ from gemma_py.cli.common import markdown, positive
 from gemma_py.errors import ComputationError
 from gemma_py.generate.core import Request
 from gemma_py.generate.scheduler import Scheduler
+from gemma_py.generate.speculation import Pace
 
 
 def guessing(kind: str, vocabulary: int, request: Request, known: Tokens) -> AbstractContextManager[Any]:
@@ -100,6 +101,9 @@ def main() -> None:
     with gemma_py.load(args.model, threads=args.threads, draft=args.draft) as engine:
         for temperature in args.temperatures.split(","):
             for kind in (args.right if args.draft else args.kinds).split(","):
+                if engine.draft is not None:  # what was learned of guesses that are right with another probability
+                    engine.pace = Pace()
+                    engine.pace.draft_share = engine.draft.share
                 case = Case(PROMPTS.get(kind, PROMPTS["chat"]), float(temperature), args.tokens, args.rounds)
                 if kind == "streams":
                     figures = streams(engine, args.streams, case)

@@ -29,11 +29,14 @@ _PRIORS = (0.2, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9, 0.95)
 _PRIOR_PREDICTED, _PRIOR_MODEL = 0.7, 0.7
 # The share by which the rate of the draft model's guesses moves back to _PRIOR_MODEL: in each pass, and at the beginning of an
 # answer. So the draft model is tried again some time after it was given up.
-_FORGOTTEN, _FORGOTTEN_BETWEEN = 1 / 1000, 1 / 10
+_FORGOTTEN, _FORGOTTEN_BETWEEN = 1 / 400, 1 / 10
 # WEIGHT: how many checks the first estimate of a rate counts for. MEMORY: about how many checks a rate remembers. All requests
 # share the SHARED rates. The OWN rates of an answer begin with the SHARED rates, and soon follow the answer's own guesses.
 _SHARED_WEIGHT, _SHARED_MEMORY = 2.0, 50.0
 _OWN_WEIGHT, _OWN_MEMORY = 2.0, 20.0
+_MODEL_WEIGHT = (
+    4.0  # WEIGHT of the draft model's rates, so that a good draft model is not given up after two wrong guesses
+)
 _LIKELY_TOKENS = 32  # how many tokens are expected to follow at the beginning of an answer
 _NO_DRAFT = Draft()
 
@@ -74,7 +77,7 @@ class Pace:
             for predicted in (False, True)
             for bucket, prior in enumerate(_PRIORS)
         }
-        self.model_rate = _Rate(_PRIOR_MODEL, _SHARED_WEIGHT, _SHARED_MEMORY)
+        self.model_rate = _Rate(_PRIOR_MODEL, _MODEL_WEIGHT, _SHARED_MEMORY)
         self.draft_share = 1.0  # the estimated cost of the draft model's passes, as a share of the main model's
         # The draft model's seconds for a pass that gives a guess, and for a row of a longer pass; 0 before the first measurement.
         self._draft_pass = self._draft_row = 0.0
@@ -126,7 +129,7 @@ class Pace:
 
     def measure_draft(self, rows: int, seconds: float) -> None:
         if rows <= 2:
-            old = self._draft_pass or seconds
+            old = self.draft_seconds
             self._draft_pass = old + 0.1 * (min(seconds, _LONGEST * old) - old)
         else:
             self._draft_row += (0.2 if self._draft_row else 1.0) * (seconds / rows - self._draft_row)
@@ -211,7 +214,7 @@ class Speculation:
         """Let a draft model guess too, unless the request wants no guesses."""
         if self._drafter is not None:
             self._pace.model_rate.forget(_FORGOTTEN_BETWEEN, _PRIOR_MODEL)
-            self._model, self._model_rate = model, _Rate(self._pace.model_rate.value, _OWN_WEIGHT, _OWN_MEMORY)
+            self._model, self._model_rate = model, _Rate(self._pace.model_rate.value, _MODEL_WEIGHT, _OWN_MEMORY)
 
     def chances(self, most: int, forced: Sequence[int] = ()) -> list[float]:
         """Choose the source of up to `most` guesses: earlier text, or the draft model if it is expected to give more tokens
