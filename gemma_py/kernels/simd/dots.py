@@ -37,7 +37,8 @@ def load_splat_pair_value(context, builder, array_type, array, index):
 def vnni_instruction(builder, instruction, a, b, total):
     """Return total + a * b, computed by a VNNI instruction in registers of the width of `total`.
 
-    The instruction is inline assembly. LLVM would replace a chain of VNNI intrinsics by twice as many other instructions.
+    The instruction is inline assembly. LLVM would replace a chain of the intrinsics for vpdpwssd by twice as many other
+    instructions.
     """
     kind = ir.FunctionType(total.type, [total.type] * 3)
     registers = "=v,v,v,0" if total.type == i32x16.llvm else "=x,x,x,0"  # AVX-VNNI has only registers 0 to 15
@@ -78,6 +79,11 @@ def dot_pairs_value(context, builder, a, b, total):
     return shuffle(builder, low, high, range(LANES))
 
 
+def dot_quads_value(builder, unsigned, signed, total):
+    a, b = (builder.bitcast(value, total.type) for value in (unsigned, signed))
+    return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.512", total.type, [total, a, b])
+
+
 @intrinsic
 def dot_pairs(typing, a, b, total):
     """Return total[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1] in each lane i.
@@ -109,6 +115,12 @@ def dot_quads(typing, unsigned, signed, total):
 
     The instruction (vpdpbusd) exists only where USES_VNNI is true.
     """
+    return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: dot_quads_value(builder, *args)
+
+
+@intrinsic
+def dot_quads_as_assembly(typing, unsigned, signed, total):
+    """Return what `dot_quads` returns. LLVM loads splats for inline assembly with vbroadcastss instead of vpbroadcastd."""
     return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: vnni_instruction(
         builder, "vpdpbusd", *args
     )

@@ -29,7 +29,7 @@ from gemma_py.kernels.simd.builders import (
     tuple_values,
     vector_constant,
 )
-from gemma_py.kernels.simd.dots import dot_pairs_value, load_splat_pair_value
+from gemma_py.kernels.simd.dots import dot_pairs_value, dot_quads_value, load_splat_pair_value
 from gemma_py.kernels.simd.neon import SIGN_BITS
 
 
@@ -224,9 +224,6 @@ def add_quad_dots(typing, planes, offsets, step, quads, are_signed, highs, lows)
 
     VNNI multiplies unsigned bytes with signed bytes. Therefore the high bytes are multiplied with signed weights plus 128, which
     are the weights with the sign bit flipped.
-
-    The instruction is an intrinsic of LLVM. Around inline assembly, LLVM would load inputs with vbroadcastss, which takes twice
-    as long here as vpbroadcastd.
     """
     if not (is_flat(planes, types.int8) and isinstance(are_signed, types.IntegerLiteral)):
         return None
@@ -245,10 +242,8 @@ def add_quad_dots(typing, planes, offsets, step, quads, are_signed, highs, lows)
                 code = load_value_at(context, builder, planes, args[0], place, I32, 4)
                 code = splat_scalar(builder, code, i32x16.llvm)
                 for c, number in enumerate(range(r * len(signed), (r + 1) * len(signed))):
-                    factors = [code, signed[c]] if plane else [unsigned[c], code]
-                    totals[number] = call_llvm(
-                        builder, "llvm.x86.avx512.vpdpbusd.512", i32x16.llvm, [totals[number], *factors]
-                    )
+                    factors = (code, signed[c]) if plane else (unsigned[c], code)
+                    totals[number] = dot_quads_value(builder, *factors, totals[number])
         tiles = [context.make_tuple(builder, highs_type, values) for values in results]
         return context.make_tuple(builder, sig.return_type, tiles)
 
