@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_checkpoints as tiny
 from answers import SAMPLINGS, Outcome, outcome, requests, told
-from drafters import Eager
+from drafters import Eager, draft_model_right
 from equivalence import prompt
 from gemma4_model import write_checkpoint
 from repository import TINY
@@ -93,6 +93,21 @@ def test_a_draft_model_that_is_the_main_model_guesses_every_token(
     request = Request(prompt(engine.config, 50), 61, Sampling(temperature=temperature, top_k=50, seed=9))
     _, speculation = outcome(engine, request)
     assert (speculation.passes, speculation.guessed, speculation.accepted) == (10, 50, 50)
+
+
+@pytest.mark.parametrize(("share", "accepted"), [(0.0, range(1)), (0.7, range(10, 35)), (1.0, range(40, 60))])
+def test_guesses_of_a_draft_model_are_right_with_a_given_probability(
+    engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, share: float, accepted: range
+) -> None:
+    """`tools/speculation.py --draft` measures speeds with such guesses. One pass of 60 tokens accepts at most 5 guesses."""
+    monkeypatch.setattr(engine, "pace", Eager(5))
+    request = Request(prompt(engine.config, 50), 60, Sampling())
+    want, _ = outcome(engine, replace(request, speculate="off"))
+    answers = {tuple(request.ids): [token for token, *_ in want.tokens]}
+    with draft_model_right(share, answers, engine.config.vocab_size):
+        made, speculation = outcome(engine, request)
+    assert made == want
+    assert speculation.accepted in accepted and speculation.guessed > 40
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
