@@ -136,9 +136,7 @@ def write(name: str, path: Path, kinds: dict[str, str], layers: int | None, voca
 
 def write_assistant(name: str, layers: int | None, folder: Path) -> None:
     made = document(name, layers)
-    size = (
-        256 if made["hidden_size_per_layer_input"] else 1024
-    )  # E2B and E4B, which have per-layer tables, have small ones
+    size = 256 if made["hidden_size_per_layer_input"] else 1024  # the assistants of E2B and E4B are smaller
     context = made["max_position_embeddings"]
     sizes = {"hidden_size": size, "intermediate_size": 8 * size, "max_position_embeddings": context}
     tiny_checkpoints.write(assistant(Variant(made, dtype="BF16"), sliding_layers=3, **sizes), folder, 1)

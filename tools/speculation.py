@@ -8,7 +8,8 @@ The kinds are the recorded prompts of `bench --speculate`. Two kinds more repeat
 prompts at once, and measures from the first request to the last answer. The last line is a JSON document.
 
 With --draft, only the draft model guesses, and only the chat is measured. The draft model computes its guesses, but each is then
-replaced by a guess that is right with the given probability. So random weights show the speed of a trained draft model.
+replaced by a guess that is right with the given probability. So random weights show the speed of a draft
+model whose guesses are right this often.
 """
 
 import argparse
@@ -94,14 +95,16 @@ def main() -> None:
         "--kinds", default=",".join([*PROMPTS, "oracle", "wrong", "streams"]), help="(default: %(default)s)"
     )
     parser.add_argument("--streams", type=positive, default=8, help="requests at once (default: %(default)s)")
-    parser.add_argument("--draft", metavar="MODEL")
+    parser.add_argument("--draft", metavar="MODEL", help="a draft model; measures --right instead of --kinds")
     parser.add_argument("--right", default="0,0.5,0.7,0.8,0.9,1", help="probabilities (default: %(default)s)")
     args = parser.parse_args()
     rows = []
     with gemma_py.load(args.model, threads=args.threads, draft=args.draft) as engine:
         for temperature in args.temperatures.split(","):
             for kind in (args.right if args.draft else args.kinds).split(","):
-                if engine.draft is not None:  # what was learned of guesses that are right with another probability
+                if (
+                    engine.draft is not None
+                ):  # a new one, because the old one learned from guesses with another probability
                     engine.pace = Pace()
                     engine.pace.draft_share = engine.draft.share
                 case = Case(PROMPTS.get(kind, PROMPTS["chat"]), float(temperature), args.tokens, args.rounds)

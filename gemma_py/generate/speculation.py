@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from gemma_py.generate.drafting import Draft, Drafter, DrafterOfModel
-from gemma_py.kernels.matmul import BYTE_ROWS, MAX_BYTE_ROWS, MOST_FEW_ROWS
+from gemma_py.kernels.matmul import BYTE_ROWS, MAX_BYTE_ROWS, MAX_FEW_ROWS
 
 # The most guesses of a pass, for all its sequences together.
 MOST_GUESSES = 15
@@ -43,7 +43,7 @@ _NO_DRAFT = Draft()
 
 def computed_rows(rows: int) -> int:
     """Return how many rows a product of quantised weights computes for `rows` rows, because a tile has several rows."""
-    return -(-rows // BYTE_ROWS) * BYTE_ROWS if MOST_FEW_ROWS < rows <= MAX_BYTE_ROWS else rows
+    return -(-rows // BYTE_ROWS) * BYTE_ROWS if MAX_FEW_ROWS < rows <= MAX_BYTE_ROWS else rows
 
 
 class _Rate:

@@ -36,8 +36,8 @@ from gemma_py.kernels.simd.vectors import (
     zero_ints,
 )
 
-# A product of a few rows prefetches codes from this many bytes ahead on. A product of one row does not, because prefetches would take
-# the place of loads.
+# A product of a few rows prefetches codes this many bytes ahead, if it does (see `prefetched`). A product of one row does not,
+# because prefetches would take the place of loads.
 _AHEAD = 2048
 _SIGN_BITS = 0x8080
 
@@ -74,7 +74,7 @@ def _add_group(total, w, dot, offset, sx, scales, minimums, code_sum):
     return _subtract_minimum(total, sx, minimums, code_sum) if w.minimums else total
 
 
-def _make_add_quad_dots(dots: Any) -> Any:
+def _make_add_quad_dots(dot_function: Any) -> Any:
     @force_inlined
     def add_quad_dots(x, at, quads, width, high, low):
         """Add the dot product of four input codes and four weights to `high` and `low`, for each of 16 outputs.
@@ -85,8 +85,8 @@ def _make_add_quad_dots(dots: Any) -> Any:
         """
         if USES_VNNI:
             unsigned = words_xor(quads, _SIGN_BITS) if width == 8 else quads
-            high = dots(unsigned, load_splat_quad(x.byte_planes, 2 * at), high)
-            return high, dots(load_splat_quad(x.byte_planes, 2 * at + 4), quads, low)
+            high = dot_function(unsigned, load_splat_quad(x.byte_planes, 2 * at), high)
+            return high, dot_function(load_splat_quad(x.byte_planes, 2 * at + 4), quads, low)
         even, odd = quads_to_pairs(quads, width)
         return high, dot_pairs(
             load_splat_pair(x.codes, at), even, dot_pairs(load_splat_pair(x.codes, at + 2), odd, low)
@@ -95,7 +95,7 @@ def _make_add_quad_dots(dots: Any) -> Any:
     return add_quad_dots
 
 
-# With `dot_quads_as_assembly`, a single row, which waits for memory, takes 2% less time, and several rows take a third more.
+# With `dot_quads_as_assembly`, a single row, which waits for memory, takes 2% less time, and several rows take a third more time.
 _add_quad_dots, _add_quad_dots_of_one_row = _make_add_quad_dots(dot_quads), _make_add_quad_dots(dot_quads_as_assembly)
 
 
@@ -112,7 +112,7 @@ def _make_row_functions(quads: Any, width: int) -> Any:
         return quads(w.arena, at, 0), quads(w.arena, at, 1), quads(w.arena, at, 2), quads(w.arena, at, 3)
 
     flips_low = 1 if FLIPS_LOW and width == 8 else 0
-    # With VNNI, two rows of wider codes take long enough for the hardware's own prefetches.
+    # With VNNI, only codes of 4 bits are prefetched. Multiplying wider codes takes so long that the hardware's prefetches suffice.
     prefetched = 64 * (width + 1) if width == 4 or not USES_VNNI else 0
 
     @force_inlined

@@ -1,7 +1,8 @@
 """Matrix products of several rows with quantised weights as they are stored, with VNNI (see panels.py for the layout).
 
-A tile has four rows and two panels. Unpacking a quad takes a mask and perhaps a shift. Other units of the processor compute
-these while VNNI multiplies, so unpacking takes no time, and unpacked codes need not be stored.
+A tile has four rows and two panels. Unpacking a quad takes at most a few masks, shifts and ORs. Other units of the processor
+compute these while VNNI multiplies, so unpacking takes little time, and unpacked codes need not be stored. Only scales and
+minimums are stored in the unpack buffer.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from gemma_py.kernels.panels import (
     unpack_scales,
 )
 from gemma_py.kernels.simd.tiles import (
-    add_quad_dots,
+    add_quad_dots_to_tiles,
     add_scaled,
     add_tiles,
     load_columns,
@@ -27,7 +28,7 @@ from gemma_py.kernels.simd.tiles import (
     row_offsets,
     shift_dots,
     start_dots,
-    start_products,
+    start_dots_with_offset,
     store_partial_totals,
     store_totals,
     subtract_minimums,
@@ -40,10 +41,11 @@ ROWS, PANELS = 4, 2  # of a tile
 
 
 @force_inlined
-def _add_group(x, w, unpacked, blocks, block, sums, sum_offsets, group, highs, lows, totals):
+def _add_group_to_tile(x, w, unpacked, blocks, block, sums, sum_offsets, group, highs, lows, totals):
     """Return the totals plus the contribution of a group of inputs.
 
-    highs, lows: the dot products of the inputs' high bytes and of their low bytes, less the offset of the weights
+    highs, lows: 256 * highs + lows are the dot products of input codes and weight codes without their offset
+    blocks: for each row, where it begins in x.scales
     sums, sum_offsets: for each row, the sums of the groups' input codes begin at sums[sum_offsets[row]]
     """
     at, dots = group * PANELS * COLUMNS, add_tiles(shift_dots(highs), lows)
@@ -63,49 +65,62 @@ def _make_tiles(quads: Any, width: int) -> Any:
     lines = PANELS * (width + 1)  # the cache lines of a run of each panel, with its scales
 
     @force_inlined
-    def add_quads(x, planes, k, w, at, v, highs, lows):
-        """Add the products of quads v and v + 4, which share bytes."""
+    def add_quads(x, planes, plane_at, w, at, v, highs, lows):
+        """Add the products of quads v and v + 4, which one call of `quads` loads."""
         first, second = quads(w.arena, at, v)
         next_first, next_second = quads(w.arena, at + w.panel_bytes, v)
-        highs, lows = add_quad_dots(x.byte_planes, planes, k, (first, next_first), are_signed, highs, lows)
-        return add_quad_dots(x.byte_planes, planes, k + 2 * SMALL_GROUP, (second, next_second), are_signed, highs, lows)
+        highs, lows = add_quad_dots_to_tiles(
+            x.byte_planes, planes, plane_at, (first, next_first), are_signed, highs, lows
+        )
+        return add_quad_dots_to_tiles(
+            x.byte_planes, planes, plane_at + 2 * SMALL_GROUP, (second, next_second), are_signed, highs, lows
+        )
 
     @force_inlined
-    def add_quad(x, planes, k, w, at, v, half, highs, lows):
+    def add_quad(x, planes, plane_at, w, at, v, half, highs, lows):
         """Add the products of one quad of a half of a run."""
         quad, next_quad = quads(w.arena, at, v)[half], quads(w.arena, at + w.panel_bytes, v)[half]
-        return add_quad_dots(x.byte_planes, planes, k, (quad, next_quad), are_signed, highs, lows)
+        return add_quad_dots_to_tiles(x.byte_planes, planes, plane_at, (quad, next_quad), are_signed, highs, lows)
 
     @force_inlined
     def add_run_of_32(x, w, unpacked, at, block, planes, blocks, of_16, totals):
-        """Return the totals plus the products of 32 inputs with a run of each panel. at: index of the run's codes"""
-        if are_signed:  # flip_sums subtracts what the 128 that are added to each weight add to the dot product
+        """Return the totals plus the products of 32 inputs with a run of each panel.
+
+        at: index of the run's codes    block: the number of the block of 32 inputs
+        planes, blocks, of_16: for each row, where it begins in x.byte_planes, in x.scales, and in x.flip_sums
+        """
+        if (
+            are_signed
+        ):  # `add_quad_dots_to_tiles` adds 128 to each weight for the high bytes, and flip_sums subtracts this again
             highs, lows = start_dots(x.flip_sums, of_16, 2 * block, 2, PANELS), zero_dots(planes, PANELS)
         else:
-            highs, lows = zero_dots(planes, PANELS), start_products(x.sums, blocks, block, np.int32(-w.offset), PANELS)
-        k = 2 * INPUT_BLOCK * block
-        highs, lows = add_quads(x, planes, k, w, at, 0, highs, lows)
-        highs, lows = add_quads(x, planes, k + 8, w, at, 1, highs, lows)
-        highs, lows = add_quads(x, planes, k + 16, w, at, 2, highs, lows)
-        highs, lows = add_quads(x, planes, k + 24, w, at, 3, highs, lows)
-        return _add_group(x, w, unpacked, blocks, block, x.sums, blocks, block, highs, lows, totals)
+            highs, lows = (
+                zero_dots(planes, PANELS),
+                start_dots_with_offset(x.sums, blocks, block, np.int32(-w.offset), PANELS),
+            )
+        plane_at = 2 * INPUT_BLOCK * block
+        highs, lows = add_quads(x, planes, plane_at, w, at, 0, highs, lows)
+        highs, lows = add_quads(x, planes, plane_at + 8, w, at, 1, highs, lows)
+        highs, lows = add_quads(x, planes, plane_at + 16, w, at, 2, highs, lows)
+        highs, lows = add_quads(x, planes, plane_at + 24, w, at, 3, highs, lows)
+        return _add_group_to_tile(x, w, unpacked, blocks, block, x.sums, blocks, block, highs, lows, totals)
 
     @force_inlined
     def add_half_run(x, w, unpacked, at, block, half, planes, blocks, of_16, totals):
-        group, k = 2 * block + half, 2 * (INPUT_BLOCK * block + SMALL_GROUP * half)
-        lows = start_products(x.sums_of_16, of_16, group, np.int32(-w.offset), PANELS)
-        highs, lows = add_quad(x, planes, k, w, at, 0, half, zero_dots(planes, PANELS), lows)
-        highs, lows = add_quad(x, planes, k + 8, w, at, 1, half, highs, lows)
-        highs, lows = add_quad(x, planes, k + 16, w, at, 2, half, highs, lows)
-        highs, lows = add_quad(x, planes, k + 24, w, at, 3, half, highs, lows)
-        return _add_group(x, w, unpacked, blocks, block, x.sums_of_16, of_16, group, highs, lows, totals)
+        group, plane_at = 2 * block + half, 2 * (INPUT_BLOCK * block + SMALL_GROUP * half)
+        lows = start_dots_with_offset(x.sums_of_16, of_16, group, np.int32(-w.offset), PANELS)
+        highs, lows = add_quad(x, planes, plane_at, w, at, 0, half, zero_dots(planes, PANELS), lows)
+        highs, lows = add_quad(x, planes, plane_at + 8, w, at, 1, half, highs, lows)
+        highs, lows = add_quad(x, planes, plane_at + 16, w, at, 2, half, highs, lows)
+        highs, lows = add_quad(x, planes, plane_at + 24, w, at, 3, half, highs, lows)
+        return _add_group_to_tile(x, w, unpacked, blocks, block, x.sums_of_16, of_16, group, highs, lows, totals)
 
     @force_inlined
     def add_run_of_16(x, w, unpacked, at, block, planes, blocks, of_16, totals):
         totals = add_half_run(x, w, unpacked, at, block, 0, planes, blocks, of_16, totals)
         return add_half_run(x, w, unpacked, at, block, 1, planes, blocks, of_16, totals)
 
-    def of_runs(add_run: Any) -> Any:
+    def make_tiles(add_run: Any) -> Any:
         @inlined
         def tile(x, t, rows, w, panel, unpacked, y, ahead, step):
             """Multiply ROWS rows, from row t on, with PANELS panels, from `panel` on.
@@ -120,14 +135,14 @@ def _make_tiles(quads: Any, width: int) -> Any:
             of_16 = row_offsets(t * (K // SMALL_GROUP), K // SMALL_GROUP, rows, ROWS)
             outputs = row_offsets(t * N + column, N, rows, ROWS)
             prefetch_totals(y, outputs, PANELS)
-            totals, at, in_block = (
+            totals, at, block_mask = (
                 zero_totals(planes, PANELS),
                 w.start + panel * w.panel_bytes,
                 w.block // INPUT_BLOCK - 1,
             )
             before_block, before_run = block_scale_bytes_of(w), sub_scale_bytes_of(w) * (1 + w.minimums)
             for block in range(K // INPUT_BLOCK):
-                at += before_run + (0 if block & in_block else before_block)
+                at += before_run + (0 if block & block_mask else before_block)
                 for line in range(lines):
                     prefetch_to_l2(w.arena, ahead + line * step)
                 totals = add_run(x, w, unpacked, at, block, planes, blocks, of_16, totals)
@@ -149,7 +164,7 @@ def _make_tiles(quads: Any, width: int) -> Any:
 
         return tiles
 
-    return of_runs(add_run_of_32), of_runs(add_run_of_16)
+    return make_tiles(add_run_of_32), make_tiles(add_run_of_16)
 
 
 # Formats of 5 and 8 bits have groups of 32, and formats of 6 bits have groups of 16.

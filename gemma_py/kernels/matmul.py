@@ -9,12 +9,13 @@ with outputs whose weights are zero, and whose results are not stored.
     float panel   [K, 16] of f32, or of uint16 that hold bfloat16
     code panel    codes and scales as bytes, see panels.py
 
-Codes are multiplied in three ways, which give equal bits, because the dot product of a group of codes is an exact integer:
+Codes are multiplied in several ways, which give equal bits, because the dot product of a group of codes is an exact integer:
 
     one or two rows  as they are stored, because the speed of memory is the limit, and the stored codes are small
-    few rows         as they are stored; with ARM64's sdot as signed bytes, unpacked for a tile
-    many rows        with sdot as signed bytes, elsewhere as int16, because such dot products are the fastest; for few
-                     rows, unpacking to int16 would take too long
+    few rows         as they are stored, because unpacking to int16 would take too long; at most 64 rows with VNNI, and 16
+                     without
+    many rows        unpacked to int16, because such dot products are the fastest
+    with sdot        for 3 rows and more, unpacked to signed bytes
 
 One call computes the given rows of the given panels. Outputs are independent, so any worker can compute any part.
 """
@@ -62,17 +63,19 @@ from gemma_py.kernels.simd.vectors import (
 # Rows and panels in a tile of outputs. The sums of a tile hide the latency of an FMA, and still fit in the registers.
 FLOAT_ROWS, FLOAT_PANELS = (6, 4) if USES_ZMM else (6, 1)
 CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (3, 1) if IS_ARM64 else (5, 1)
-# Rows of a tile that multiplies bytes. With smmla, which multiplies two rows at a time, 6 rows would not fit in the registers.
+# Rows of a tile with sdot or smmla. With smmla, which multiplies two rows at a time, 6 rows would not fit in the registers.
 QUAD_ROWS = 4
 _add_byte_dots = add_paired_dots if USES_I8MM else add_byte_dots
-_LINES = 3  # how many cache lines a tile prefetches for a byte of 16 inputs; a run of 8-bit codes with its scales has 8.5 lines
+_LINES = (
+    3  # a tile prefetches these cache lines four times in a run; a run of 8-bit codes with its scales has 8.5 lines
+)
 MATVEC_PANELS = 4  # the number of float panels with which a single row is multiplied at a time
 FEW_ROWS = 16  # without VNNI, unpacking codes to int16 pays off only for more rows than this
 USES_BYTES = USES_VNNI or USES_SDOT
-MOST_FEW_ROWS = 2 if USES_BYTES else FEW_ROWS  # `few_rows` multiplies at most this many rows
+MAX_FEW_ROWS = 2 if USES_BYTES else FEW_ROWS  # `few_rows` multiplies at most this many rows
 # Tiles that multiply bytes compute at most this many rows. An input has two bytes. VNNI multiplies twice as many bytes as int16
-# in one instruction, so bytes only save the unpacking to int16, which pays off for 64 rows. ARM64's sdot multiplies four times
-# as many.
+# in one instruction, so bytes only save the unpacking to int16, and are faster only up to 64 rows. ARM64's sdot multiplies four
+# times as many.
 MAX_BYTE_ROWS = np.iinfo(np.int64).max if USES_SDOT else 64 if USES_VNNI else FEW_ROWS
 # How many rows one call of a matmul should compute. A multiple of 30 rows consists of whole tiles of 3, 5 or 6 rows. Fewer than 120 rows
 # do not repay the unpacking, and more than 540 rows gain nothing.
@@ -305,7 +308,7 @@ def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, others, 
     if rows == 1:
         for panel in range(first_panel, last_panel):
             one_row(x, first_row, w, panel, y)
-    elif rows <= MOST_FEW_ROWS:
+    elif rows <= MAX_FEW_ROWS:
         for panel in range(first_panel, last_panel):
             few_rows(x, first_row, rows, w, panel, unpacked, y)
     elif USES_BYTES and rows <= MAX_BYTE_ROWS:

@@ -99,7 +99,7 @@ def test_a_draft_model_that_is_the_main_model_guesses_every_token(
 def test_guesses_of_a_draft_model_are_right_with_a_given_probability(
     engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, share: float, accepted: range
 ) -> None:
-    """`tools/speculation.py --draft` measures speeds with such guesses. One pass of 60 tokens accepts at most 5 guesses."""
+    """`tools/speculation.py --draft` measures speeds with such guesses. The answer has 60 tokens."""
     monkeypatch.setattr(engine, "pace", Eager(5))
     request = Request(prompt(engine.config, 50), 60, Sampling())
     want, _ = outcome(engine, replace(request, speculate="off"))

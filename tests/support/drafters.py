@@ -93,23 +93,25 @@ def drafting(kind: str, answers: Answers, vocabulary: int) -> Iterator[None]:
         yield
 
 
-class _Chooser:
+class _PartlyRightSampler:
     """Acts as the sampler of a draft model: the choice takes as long, but it is right with a given probability."""
 
-    def __init__(self, honest: Sampler, answer: Sequence[int], right: float, vocabulary: int, seed: int) -> None:
-        self._honest, self._answer, self._right, self._vocabulary = honest, answer, right, vocabulary
+    def __init__(
+        self, original: Sampler, answer: Sequence[int], probability: float, vocabulary: int, seed: int
+    ) -> None:
+        self._original, self._answer, self._probability, self._vocabulary = original, answer, probability, vocabulary
         self._rng = random.Random(seed)
 
     def choose(self, logits: np.ndarray, made: Sequence[int]) -> int:
-        guess = self._honest.choose(logits, made)
+        guess = self._original.choose(logits, made)
         if len(made) >= len(self._answer):
             return guess
         token = self._answer[len(made)]
-        return token if self._rng.random() < self._right else (token + 1) % self._vocabulary
+        return token if self._rng.random() < self._probability else (token + 1) % self._vocabulary
 
 
 @contextmanager
-def draft_model_right(share: float, answers: Answers, vocabulary: int, seed: int = 0) -> Iterator[None]:
+def draft_model_right(probability: float, answers: Answers, vocabulary: int, seed: int = 0) -> Iterator[None]:
     """Let the draft model compute its guesses, but replace each guess by one that is right with this probability.
 
     No guesses are copied from earlier text.
@@ -118,7 +120,7 @@ def draft_model_right(share: float, answers: Answers, vocabulary: int, seed: int
 
     def use_model(self: Speculation, model: DrafterOfModel) -> None:
         (answer,) = answers.values()
-        model._sampler = _Chooser(model._sampler, answer, share, vocabulary, seed)  # type: ignore[attr-defined]
+        model._sampler = _PartlyRightSampler(model._sampler, answer, probability, vocabulary, seed)  # type: ignore[attr-defined]
         honest(self, model)
 
     with drafting("none", answers, vocabulary), pytest.MonkeyPatch.context() as patch:

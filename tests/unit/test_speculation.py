@@ -319,7 +319,7 @@ def test_wrong_guesses_of_a_draft_model_are_given_up_and_tried_again() -> None:
     answer.use_model(model)
     assert sum(answered(answer, pace, 300)) < 25
     again = sum(answered(answer, pace, 3000, 1300))
-    assert 0 < again < 150  # of 1 ms each, so at most 0.5% of the time
+    assert 0 < again < 150  # of 1 ms each, in 30 s
     later = [Speculation(Lookup([5]), pace) for _ in range(20)]
     model.right, model.guessed = True, 0
     for answer in later:

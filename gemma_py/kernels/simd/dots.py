@@ -120,7 +120,10 @@ def dot_quads(typing, unsigned, signed, total):
 
 @intrinsic
 def dot_quads_as_assembly(typing, unsigned, signed, total):
-    """Return what `dot_quads` returns. LLVM loads splats for inline assembly with vbroadcastss instead of vpbroadcastd."""
+    """Return what `dot_quads` returns. LLVM loads splats for inline assembly with vbroadcastss instead of vpbroadcastd.
+
+    That is slower, but a single row that waits for memory takes 2% less time.
+    """
     return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: vnni_instruction(
         builder, "vpdpbusd", *args
     )

@@ -197,7 +197,7 @@ def start_dots(typing, sums, offsets, step, count, C):
 
 
 @intrinsic(prefer_literal=True)
-def start_products(typing, sums, offsets, step, factor, C):
+def start_dots_with_offset(typing, sums, offsets, step, factor, C):
     """Return a tile of dots[r, c] = sums[offsets[r] + step] * factor. sums: f32, whole numbers. factor: int32."""
     if not (is_flat(sums, types.float32) and isinstance(C, types.IntegerLiteral)):
         return None
@@ -215,7 +215,7 @@ def start_products(typing, sums, offsets, step, factor, C):
 
 
 @intrinsic(prefer_literal=True)
-def add_quad_dots(typing, planes, offsets, step, quads, are_signed, highs, lows):
+def add_quad_dots_to_tiles(typing, planes, offsets, step, quads, are_signed, highs, lows):
     """Add to highs[r, c] and lows[r, c] the dot products of four inputs' high bytes or low bytes and a quad of 16 outputs.
 
     planes: from planes[offsets[r] + step] on, the four signed high bytes, and then the four unsigned low bytes
