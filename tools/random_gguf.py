@@ -7,9 +7,8 @@ download.
 --type is the type of matrices whose rows are whole blocks. --embedding is the type of the embedding, which is also
 the output matrix. The per-layer table of Gemma 4 is Q4_0, as in published files. --layers writes only the first N
 layers, for a model that does not fit on the disk or into memory. The vocabulary is copied from another file with
-262,144 tokens, by default the demo model's. --assistant also writes a random assistant for a Gemma 4, in bfloat16 and about
-as large as Google's assistants. `tools/compare_peers.py OUT.gguf --peers llama.cpp` then compares the
-speeds.
+262,144 tokens, by default the demo model's. --assistant also writes a random assistant for a Gemma 4, in bfloat16 and
+about as large as Google's assistants. `tools/compare_peers.py OUT.gguf --peers llama.cpp` then compares the speeds.
 """
 
 import argparse
@@ -136,7 +135,7 @@ def write(name: str, path: Path, kinds: dict[str, str], layers: int | None, voca
 
 def write_assistant(name: str, layers: int | None, folder: Path) -> None:
     made = document(name, layers)
-    size = 256 if made["hidden_size_per_layer_input"] else 1024  # the assistants of E2B and E4B are smaller
+    size = 256 if made.get("hidden_size_per_layer_input") else 1024  # the assistants of E2B and E4B are smaller
     context = made["max_position_embeddings"]
     sizes = {"hidden_size": size, "intermediate_size": 8 * size, "max_position_embeddings": context}
     tiny_checkpoints.write(assistant(Variant(made, dtype="BF16"), sliding_layers=3, **sizes), folder, 1)
@@ -158,6 +157,8 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=Path, help="a GGUF file with 262,144 tokens (default: the demo model)")
     parser.add_argument("--assistant", type=Path, metavar="FOLDER", help="also write an assistant for this Gemma 4")
     args = parser.parse_args()
+    if args.assistant and document(args.name, args.layers)["model_type"] != "gemma4_text":
+        parser.error("--assistant needs a Gemma 4, because other models have no assistants")
     if args.assistant:
         write_assistant(args.name, args.layers, args.assistant)
     kinds = {"": args.type, "token_embd.weight": args.embedding, "per_layer_token_embd.weight": "Q4_0"}

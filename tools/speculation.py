@@ -7,9 +7,9 @@ The kinds are the recorded prompts of `bench --speculate`. Two kinds more repeat
 (`oracle`) and always wrong (`wrong`), also for models with random weights. `streams` answers --streams of the recorded
 prompts at once, and measures from the first request to the last answer. The last line is a JSON document.
 
-With --draft, only the draft model guesses, and only the chat is measured. The draft model computes its guesses, but each is then
-replaced by a guess that is right with the given probability. So random weights show the speed of a draft
-model whose guesses are right this often.
+With --draft, only the draft model guesses, and only the chat is measured. The draft model computes its guesses, but each is
+then replaced by a guess that is right with the given probability. So random weights show the speed of a draft model whose
+guesses are right this often.
 """
 
 import argparse
@@ -98,13 +98,21 @@ def main() -> None:
     parser.add_argument("--draft", metavar="MODEL", help="a draft model; measures --right instead of --kinds")
     parser.add_argument("--right", default="0,0.5,0.7,0.8,0.9,1", help="probabilities (default: %(default)s)")
     args = parser.parse_args()
+    kinds = (args.right if args.draft else args.kinds).split(",")
+    try:
+        known = (
+            all(0 <= float(kind) <= 1 for kind in kinds) if args.draft else {*kinds} <= {*PROMPTS, *KINDS, "streams"}
+        )
+    except ValueError:
+        known = False
+    if not known:
+        parser.error("--right should be probabilities" if args.draft else f"--kinds: unknown kind in {args.kinds}")
     rows = []
     with gemma_py.load(args.model, threads=args.threads, draft=args.draft) as engine:
         for temperature in args.temperatures.split(","):
-            for kind in (args.right if args.draft else args.kinds).split(","):
-                if (
-                    engine.draft is not None
-                ):  # a new one, because the old one learned from guesses with another probability
+            for kind in kinds:
+                # The old pace learned from guesses that were right with another probability.
+                if engine.draft is not None:
                     engine.pace = Pace()
                     engine.pace.draft_share = engine.draft.share
                 case = Case(PROMPTS.get(kind, PROMPTS["chat"]), float(temperature), args.tokens, args.rounds)

@@ -34,9 +34,8 @@ _FORGOTTEN, _FORGOTTEN_BETWEEN = 1 / 400, 1 / 10
 # share the SHARED rates. The OWN rates of an answer begin with the SHARED rates, and soon follow the answer's own guesses.
 _SHARED_WEIGHT, _SHARED_MEMORY = 2.0, 50.0
 _OWN_WEIGHT, _OWN_MEMORY = 2.0, 20.0
-_MODEL_WEIGHT = (
-    4.0  # WEIGHT of the draft model's rates, so that a good draft model is not given up after two wrong guesses
-)
+# The WEIGHT of the draft model's rates, so that a good draft model is not given up after two wrong guesses.
+_MODEL_WEIGHT = 4.0
 _LIKELY_TOKENS = 32  # how many tokens are expected to follow at the beginning of an answer
 _NO_DRAFT = Draft()
 
@@ -129,6 +128,8 @@ class Pace:
 
     def measure_draft(self, rows: int, seconds: float) -> None:
         if rows <= 2:
+            if self._sums[0] == 0:
+                return  # `draft_seconds` is no time yet, because no pass of the main model was measured
             old = self.draft_seconds
             self._draft_pass = old + 0.1 * (min(seconds, _LONGEST * old) - old)
         else:

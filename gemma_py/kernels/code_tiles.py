@@ -89,9 +89,8 @@ def _make_tiles(quads: Any, width: int) -> Any:
         at: index of the run's codes    block: the number of the block of 32 inputs
         planes, blocks, of_16: for each row, where it begins in x.byte_planes, in x.scales, and in x.flip_sums
         """
-        if (
-            are_signed
-        ):  # `add_quad_dots_to_tiles` adds 128 to each weight for the high bytes, and flip_sums subtracts this again
+        # For the high bytes, `add_quad_dots_to_tiles` adds 128 to signed weights. flip_sums subtracts what this adds to the sum.
+        if are_signed:
             highs, lows = start_dots(x.flip_sums, of_16, 2 * block, 2, PANELS), zero_dots(planes, PANELS)
         else:
             highs, lows = (
@@ -135,11 +134,8 @@ def _make_tiles(quads: Any, width: int) -> Any:
             of_16 = row_offsets(t * (K // SMALL_GROUP), K // SMALL_GROUP, rows, ROWS)
             outputs = row_offsets(t * N + column, N, rows, ROWS)
             prefetch_totals(y, outputs, PANELS)
-            totals, at, block_mask = (
-                zero_totals(planes, PANELS),
-                w.start + panel * w.panel_bytes,
-                w.block // INPUT_BLOCK - 1,
-            )
+            totals, at = zero_totals(planes, PANELS), w.start + panel * w.panel_bytes
+            block_mask = w.block // INPUT_BLOCK - 1  # the number of runs in a block is a power of two
             before_block, before_run = block_scale_bytes_of(w), sub_scale_bytes_of(w) * (1 + w.minimums)
             for block in range(K // INPUT_BLOCK):
                 at += before_run + (0 if block & block_mask else before_block)

@@ -66,9 +66,8 @@ CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (3, 1) if IS_ARM64 else (5, 1)
 # Rows of a tile with sdot or smmla. With smmla, which multiplies two rows at a time, 6 rows would not fit in the registers.
 QUAD_ROWS = 4
 _add_byte_dots = add_paired_dots if USES_I8MM else add_byte_dots
-_LINES = (
-    3  # a tile prefetches these cache lines four times in a run; a run of 8-bit codes with its scales has 8.5 lines
-)
+# How many cache lines a tile prefetches in each quarter of a run. A run of 8-bit codes with its scales has 8.5 lines.
+_LINES = 3
 MATVEC_PANELS = 4  # the number of float panels with which a single row is multiplied at a time
 FEW_ROWS = 16  # without VNNI, unpacking codes to int16 pays off only for more rows than this
 USES_BYTES = USES_VNNI or USES_SDOT

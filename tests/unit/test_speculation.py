@@ -319,7 +319,7 @@ def test_wrong_guesses_of_a_draft_model_are_given_up_and_tried_again() -> None:
     answer.use_model(model)
     assert sum(answered(answer, pace, 300)) < 25
     again = sum(answered(answer, pace, 3000, 1300))
-    assert 0 < again < 150  # of 1 ms each, in 30 s
+    assert 0 < again < 150  # tries of 1 ms, in 30 s
     later = [Speculation(Lookup([5]), pace) for _ in range(20)]
     model.right, model.guessed = True, 0
     for answer in later:
@@ -334,6 +334,18 @@ def test_a_slow_first_pass_and_two_wrong_guesses_do_not_end_the_use_of_a_draft_m
     pace.measure_draft(1, 0.5)  # for example, because the weights were read from disk
     pace.model_rate.add(False)
     pace.model_rate.add(False)
+    answer = Speculation(Lookup([5]), pace)
+    answer.use_model(model)
+    assert sum(answered(answer, pace, 200)) > 100
+
+
+def test_a_draft_pass_before_the_first_measured_pass_does_not_end_the_use_of_a_draft_model() -> None:
+    pace, model = Pace(), Model()
+    pace.draft_share = 0.1
+    pace.measure_draft(1, 0.001)
+    for count in (1, 2, 4, 8):
+        pace.measure(count, 0.01)
+    assert pace.draft_seconds < 0.002
     answer = Speculation(Lookup([5]), pace)
     answer.use_model(model)
     assert sum(answered(answer, pace, 200)) > 100
