@@ -1,8 +1,9 @@
 """Matrix products of several rows with quantised weights as they are stored, with VNNI (see panels.py for the layout).
 
 A tile has four rows and two panels. Unpacking a quad takes at most a few masks, shifts and ORs. Other units of the processor
-compute these while VNNI multiplies, so unpacking takes little time, and unpacked codes need not be stored. Only scales and
-minimums are stored in the unpack buffer.
+compute these while VNNI multiplies, so unpacking takes little time, and unpacked codes need not be stored. One or two tiles also
+read scales and minimums where they are stored, in formats without sub-scales. Otherwise it is faster to unpack scales and
+minimums first.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from gemma_py.kernels.decorator import force_inlined, inlined
 from gemma_py.kernels.panels import (
+    BLOCK_SCALE_BYTES,
     COLUMNS,
     INPUT_BLOCK,
     SMALL_GROUP,
@@ -19,6 +21,7 @@ from gemma_py.kernels.panels import (
     sub_scale_bytes_of,
     unpack_scales,
 )
+from gemma_py.kernels.simd.codes import load_f16
 from gemma_py.kernels.simd.tiles import (
     add_quad_dots_to_tiles,
     add_scaled,
@@ -38,20 +41,33 @@ from gemma_py.kernels.simd.tiles import (
 from gemma_py.kernels.simd.vectors import prefetch_to_l2
 
 ROWS, PANELS = 4, 2  # of a tile
+_TILES_IN_PLACE = 2  # the most tiles for which scales are not unpacked
 
 
 @force_inlined
-def _add_group_to_tile(x, w, unpacked, blocks, block, sums, sum_offsets, group, highs, lows, totals):
+def _load_columns(w, at, unpacks, unpacked, group):
+    """Return a group's scales or minimums, one vector for each panel.
+
+    unpacks: whether they are in `unpacked`, a part of the unpack buffer; otherwise they are in the arena from `at` on
+    """
+    if unpacks:
+        return load_columns(unpacked, group * PANELS * COLUMNS, PANELS)
+    return load_f16(w.arena, at), load_f16(w.arena, at + w.panel_bytes)
+
+
+@force_inlined
+def _add_group_to_tile(x, w, unpacked, unpacks, at, blocks, block, sums, sum_offsets, group, highs, lows, totals):
     """Return the totals plus the contribution of a group of inputs.
 
+    unpacks, at: whether scales are in the unpack buffer, and where they are in the arena if not
     highs, lows: 256 * highs + lows are the dot products of input codes and weight codes without their offset
     blocks: for each row, where it begins in x.scales
     sums, sum_offsets: for each row, the sums of the groups' input codes begin at sums[sum_offsets[row]]
     """
-    at, dots = group * PANELS * COLUMNS, add_tiles(shift_dots(highs), lows)
-    totals = add_scaled(x.scales, blocks, block, load_columns(unpacked.scales, at, PANELS), dots, totals)
+    scales, dots = _load_columns(w, at, unpacks, unpacked.scales, group), add_tiles(shift_dots(highs), lows)
+    totals = add_scaled(x.scales, blocks, block, scales, dots, totals)
     if w.minimums:
-        minimums = load_columns(unpacked.minimums, at, PANELS)
+        minimums = _load_columns(w, at + BLOCK_SCALE_BYTES, unpacks, unpacked.minimums, group)
         totals = subtract_minimums(x.scales, blocks, block, sums, sum_offsets, group, minimums, totals)
     return totals
 
@@ -83,7 +99,7 @@ def _make_tiles(quads: Any, width: int) -> Any:
         return add_quad_dots_to_tiles(x.byte_planes, planes, plane_at, (quad, next_quad), are_signed, highs, lows)
 
     @force_inlined
-    def add_run_of_32(x, w, unpacked, at, block, planes, blocks, of_16, totals):
+    def add_run_of_32(x, w, unpacked, unpacks, at, block, planes, blocks, of_16, totals):
         """Return the totals plus the products of 32 inputs with a run of each panel.
 
         at: index of the run's codes    block: the number of the block of 32 inputs
@@ -102,7 +118,10 @@ def _make_tiles(quads: Any, width: int) -> Any:
         highs, lows = add_quads(x, planes, plane_at + 8, w, at, 1, highs, lows)
         highs, lows = add_quads(x, planes, plane_at + 16, w, at, 2, highs, lows)
         highs, lows = add_quads(x, planes, plane_at + 24, w, at, 3, highs, lows)
-        return _add_group_to_tile(x, w, unpacked, blocks, block, x.sums, blocks, block, highs, lows, totals)
+        scales_at = at - block_scale_bytes_of(w)
+        return _add_group_to_tile(
+            x, w, unpacked, unpacks, scales_at, blocks, block, x.sums, blocks, block, highs, lows, totals
+        )
 
     @force_inlined
     def add_half_run(x, w, unpacked, at, block, half, planes, blocks, of_16, totals):
@@ -112,20 +131,22 @@ def _make_tiles(quads: Any, width: int) -> Any:
         highs, lows = add_quad(x, planes, plane_at + 8, w, at, 1, half, highs, lows)
         highs, lows = add_quad(x, planes, plane_at + 16, w, at, 2, half, highs, lows)
         highs, lows = add_quad(x, planes, plane_at + 24, w, at, 3, half, highs, lows)
-        return _add_group_to_tile(x, w, unpacked, blocks, block, x.sums_of_16, of_16, group, highs, lows, totals)
+        return _add_group_to_tile(
+            x, w, unpacked, True, at, blocks, block, x.sums_of_16, of_16, group, highs, lows, totals
+        )
 
     @force_inlined
-    def add_run_of_16(x, w, unpacked, at, block, planes, blocks, of_16, totals):
+    def add_run_of_16(x, w, unpacked, unpacks, at, block, planes, blocks, of_16, totals):
         totals = add_half_run(x, w, unpacked, at, block, 0, planes, blocks, of_16, totals)
         return add_half_run(x, w, unpacked, at, block, 1, planes, blocks, of_16, totals)
 
     def make_tiles(add_run: Any) -> Any:
         @inlined
-        def tile(x, t, rows, w, panel, unpacked, y, ahead, step):
+        def tile(x, t, rows, w, panel, unpacked, unpacks, y, ahead, step):
             """Multiply ROWS rows, from row t on, with PANELS panels, from `panel` on.
 
             rows: the number of rows that are left. If it is less than ROWS, the last row is computed several times.
-            unpacked: UnpackBuffer with the scales and minimums of these panels
+            unpacks: whether the scales and minimums of these panels are in the UnpackBuffer `unpacked`
             ahead, step: from index `ahead` on, the arena is prefetched at steps of `step` bytes, `lines` times in a run
             """
             K, N, column = w.K, w.N, panel * COLUMNS
@@ -141,7 +162,7 @@ def _make_tiles(quads: Any, width: int) -> Any:
                 at += before_run + (0 if block & block_mask else before_block)
                 for line in range(lines):
                     prefetch_to_l2(w.arena, ahead + line * step)
-                totals = add_run(x, w, unpacked, at, block, planes, blocks, of_16, totals)
+                totals = add_run(x, w, unpacked, unpacks, at, block, planes, blocks, of_16, totals)
                 at, ahead = at + 64 * width, ahead + lines * step
             if column + PANELS * COLUMNS <= N:
                 store_totals(y, outputs, 0, totals)
@@ -150,12 +171,14 @@ def _make_tiles(quads: Any, width: int) -> Any:
 
         @inlined
         def tiles(x, first_row, last_row, w, panel, next_panel, unpacked, y):
-            for column in range(PANELS):
-                unpack_scales(w, panel + column, unpacked, column, PANELS)
             runs, count = w.K // INPUT_BLOCK, (last_row - first_row + ROWS - 1) // ROWS
+            unpacks = w.block > INPUT_BLOCK or count > _TILES_IN_PLACE
+            if unpacks:
+                for column in range(PANELS):
+                    unpack_scales(w, panel + column, unpacked, column, PANELS)
             ahead, step = w.start + next_panel * w.panel_bytes, PANELS * w.panel_bytes // (lines * runs * count) + 1
             for t in range(first_row, last_row, ROWS):
-                tile(x, t, last_row - t, w, panel, unpacked, y, ahead, step)
+                tile(x, t, last_row - t, w, panel, unpacked, unpacks, y, ahead, step)
                 ahead += lines * runs * step
 
         return tiles

@@ -49,7 +49,7 @@ INPUT_BLOCK = 32  # input codes that share a scale
 SMALL_GROUP = 16  # weights of a group in formats with small groups; the other formats have groups of 32
 _PAIRS = 2 * COLUMNS  # int16 numbers in a panel for a pair of inputs
 _QUADS = 4 * COLUMNS  # bytes in a panel for a quad of inputs
-_BLOCK_SCALE_BYTES = 2 * COLUMNS  # bytes of 16 block scales (f16)
+BLOCK_SCALE_BYTES = 2 * COLUMNS  # bytes of 16 block scales (f16)
 
 
 class CodePanels(NamedTuple):
@@ -89,7 +89,7 @@ def panel_count(N: int) -> int:
 def panel_bytes(K: int, width: int, group: int, block: int, minimums: int) -> int:
     sub_scale_bytes = INPUT_BLOCK // group * COLUMNS * (1 + minimums) if block > INPUT_BLOCK else 0
     run_bytes = sub_scale_bytes + 64 * width
-    return K // block * (_BLOCK_SCALE_BYTES * (1 + minimums) + block // INPUT_BLOCK * run_bytes)
+    return K // block * (BLOCK_SCALE_BYTES * (1 + minimums) + block // INPUT_BLOCK * run_bytes)
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
@@ -131,8 +131,8 @@ def pack_codes(
     records = out.view(np.uint8).reshape(panels, blocks, -1)
     at = 0
     for values in block_scales:
-        records[..., at : at + _BLOCK_SCALE_BYTES].view(np.float16)[:] = _by_panel(values, panels)
-        at += _BLOCK_SCALE_BYTES
+        records[..., at : at + BLOCK_SCALE_BYTES].view(np.float16)[:] = _by_panel(values, panels)
+        at += BLOCK_SCALE_BYTES
     inner = records[..., at:].reshape(panels, blocks, runs, -1)
     at = 0
     for values in sub_scales:
@@ -225,7 +225,7 @@ def load_block_scales(w, at):
     """
     block_scales = load_f16(w.arena, at)
     if w.minimums:
-        return block_scales, load_f16(w.arena, at + _BLOCK_SCALE_BYTES), at + block_scale_bytes_of(w)
+        return block_scales, load_f16(w.arena, at + BLOCK_SCALE_BYTES), at + block_scale_bytes_of(w)
     return block_scales, block_scales, at + block_scale_bytes_of(w)
 
 
@@ -241,7 +241,7 @@ def sub_scale_bytes_of(w):
 @force_inlined
 def block_scale_bytes_of(w):
     """Return the size of a block's scales and minimums in bytes."""
-    return _BLOCK_SCALE_BYTES * (1 + w.minimums)
+    return BLOCK_SCALE_BYTES * (1 + w.minimums)
 
 
 @force_inlined
