@@ -16,9 +16,9 @@ MOST_GUESSES = 15
 _MARGIN = 1.1
 # The first estimate of the time that each row takes, as a share of the time of a pass of one row. The rest of a pass's time
 # does not depend on the number of rows.
-_ROW_SHARE = 0.25
+_ROW_SHARE = 0.15
 # In the linear fit, _ROW_SHARE weighs as much as measured passes whose numbers of rows have this variance.
-_ROW_WEIGHT = 0.5
+_ROW_WEIGHT = 0.25
 _DECAY = 0.99  # each measurement multiplies the weights of all earlier measurements by this factor
 # A pass counts as at most this multiple of its expected duration, because another process may delay a pass.
 _LONGEST = 2.0
