@@ -217,7 +217,9 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpus", type=lambda text: text.split(","), help="names of processors, as LLVM knows them")
-    parser.add_argument("--table", action="store_true", help="more processors, quantised types and KV types; 10 to 60 minutes")
+    parser.add_argument(
+        "--table", action="store_true", help="more processors, quantised types and KV types (10 to 60 min)"
+    )
     parser.add_argument("--no-demo", action="store_true", help="do not trace the demo model, a download of 240 MiB")
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "gemma_py-arm64")
     args = parser.parse_args()
