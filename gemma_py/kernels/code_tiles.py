@@ -56,15 +56,15 @@ def _load_columns(w, at, unpacks, unpacked, group):
 
 
 @force_inlined
-def _add_group_to_tile(x, w, unpacked, unpacks, at, blocks, block, sums, sum_offsets, group, highs, lows, totals):
+def _add_group_to_tile(x, w, unpacked, unpacks, at, blocks, block, sums, sum_offsets, group, dots, totals):
     """Return the totals plus the contribution of a group of inputs.
 
     unpacks, at: whether scales are in the unpack buffer, and where they are in the arena if not
-    highs, lows: 256 * highs + lows are the dot products of input codes and weight codes without their offset
+    dots: the dot products of input codes and weight codes without their offset
     blocks: for each row, where it begins in x.scales
     sums, sum_offsets: for each row, the sums of the groups' input codes begin at sums[sum_offsets[row]]
     """
-    scales, dots = _load_columns(w, at, unpacks, unpacked.scales, group), add_tiles(shift_dots(highs), lows)
+    scales = _load_columns(w, at, unpacks, unpacked.scales, group)
     totals = add_scaled(x.scales, blocks, block, scales, dots, totals)
     if w.minimums:
         minimums = _load_columns(w, at + BLOCK_SCALE_BYTES, unpacks, unpacked.minimums, group)
@@ -118,9 +118,10 @@ def _make_tiles(quads: Any, width: int) -> Any:
         highs, lows = add_quads(x, planes, plane_at + 8, w, at, 1, highs, lows)
         highs, lows = add_quads(x, planes, plane_at + 16, w, at, 2, highs, lows)
         highs, lows = add_quads(x, planes, plane_at + 24, w, at, 3, highs, lows)
-        scales_at = at - block_scale_bytes_of(w)
+        # Only formats without sub-scales use `scales_at`. There, a run follows the scales of its block.
+        scales_at, dots = at - block_scale_bytes_of(w), add_tiles(shift_dots(highs), lows)
         return _add_group_to_tile(
-            x, w, unpacked, unpacks, scales_at, blocks, block, x.sums, blocks, block, highs, lows, totals
+            x, w, unpacked, unpacks, scales_at, blocks, block, x.sums, blocks, block, dots, totals
         )
 
     @force_inlined
@@ -131,9 +132,8 @@ def _make_tiles(quads: Any, width: int) -> Any:
         highs, lows = add_quad(x, planes, plane_at + 8, w, at, 1, half, highs, lows)
         highs, lows = add_quad(x, planes, plane_at + 16, w, at, 2, half, highs, lows)
         highs, lows = add_quad(x, planes, plane_at + 24, w, at, 3, half, highs, lows)
-        return _add_group_to_tile(
-            x, w, unpacked, True, at, blocks, block, x.sums_of_16, of_16, group, highs, lows, totals
-        )
+        dots = add_tiles(shift_dots(highs), lows)
+        return _add_group_to_tile(x, w, unpacked, True, at, blocks, block, x.sums_of_16, of_16, group, dots, totals)
 
     @force_inlined
     def add_run_of_16(x, w, unpacked, unpacks, at, block, planes, blocks, of_16, totals):
