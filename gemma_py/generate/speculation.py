@@ -16,7 +16,7 @@ MOST_GUESSES = 15
 _MARGIN = 1.1
 # The first estimate of the time that each row takes, as a share of the time of a pass of one row. The rest of a pass's time
 # does not depend on the number of rows.
-_ROW_SHARE = 0.15
+_ROW_SHARE = 0.17
 # In the linear fit, _ROW_SHARE weighs as much as measured passes whose numbers of rows have this variance.
 _ROW_WEIGHT = 0.25
 _DECAY = 0.99  # each measurement multiplies the weights of all earlier measurements by this factor

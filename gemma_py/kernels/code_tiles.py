@@ -1,9 +1,9 @@
 """Matrix products of several rows with quantised weights as they are stored, with VNNI (see panels.py for the layout).
 
 A tile has four rows and two panels. Unpacking a quad takes at most a few masks, shifts and ORs. Other units of the processor
-compute these while VNNI multiplies, so unpacking takes little time, and unpacked codes need not be stored. One or two tiles also
-read scales and minimums where they are stored, in formats without sub-scales. Otherwise it is faster to unpack scales and
-minimums first.
+compute these while VNNI multiplies, so unpacking takes little time, and unpacked codes need not be stored. In formats without
+sub-scales, products of at most eight rows also read scales and minimums where they are stored. Otherwise it is faster to
+unpack scales and minimums first.
 """
 
 from typing import Any
@@ -41,33 +41,45 @@ from gemma_py.kernels.simd.tiles import (
 from gemma_py.kernels.simd.vectors import prefetch_to_l2
 
 ROWS, PANELS = 4, 2  # of a tile
-_TILES_IN_PLACE = 2  # the most tiles for which scales are not unpacked
+# In formats without sub-scales, so many tiles read scales and minimums where they are stored. If more tiles need them, unpacking
+# them once is faster.
+_TILES_IN_PLACE = 2
 
 
 @force_inlined
-def _load_columns(w, at, unpacks, unpacked, group):
-    """Return a group's scales or minimums, one vector for each panel.
+def _scales_of_group(w, at, are_unpacked, unpacked, group):
+    """Return the scales and the minimums of a group, each with one vector for each panel.
 
-    unpacks: whether they are in `unpacked`, a part of the unpack buffer; otherwise they are in the arena from `at` on
+    In formats without minimums, callers ignore the second element.
+
+    at: index of the codes of the group's run in the first panel
+    are_unpacked: whether the unpack buffer holds them. Otherwise they must be in the arena right before the codes, which is so
+        in formats without sub-scales.
     """
-    if unpacks:
-        return load_columns(unpacked, group * PANELS * COLUMNS, PANELS)
-    return load_f16(w.arena, at), load_f16(w.arena, at + w.panel_bytes)
+    if are_unpacked:
+        first = group * PANELS * COLUMNS
+        scales = load_columns(unpacked.scales, first, PANELS)
+        return scales, load_columns(unpacked.minimums, first, PANELS) if w.minimums else scales
+    first = at - block_scale_bytes_of(w)
+    second = first + w.panel_bytes
+    scales = load_f16(w.arena, first), load_f16(w.arena, second)
+    if w.minimums:
+        return scales, (load_f16(w.arena, first + BLOCK_SCALE_BYTES), load_f16(w.arena, second + BLOCK_SCALE_BYTES))
+    return scales, scales
 
 
 @force_inlined
-def _add_group_to_tile(x, w, unpacked, unpacks, at, blocks, block, sums, sum_offsets, group, dots, totals):
+def _add_group_to_tile(x, w, columns, blocks, block, sums, sum_offsets, group, dots, totals):
     """Return the totals plus the contribution of a group of inputs.
 
-    unpacks, at: whether scales are in the unpack buffer, and where they are in the arena if not
-    dots: the dot products of input codes and weight codes without their offset
+    columns: the result of `_scales_of_group`
     blocks: for each row, where it begins in x.scales
     sums, sum_offsets: for each row, the sums of the groups' input codes begin at sums[sum_offsets[row]]
+    dots: the dot products of input codes and weight codes without their offset
     """
-    scales = _load_columns(w, at, unpacks, unpacked.scales, group)
+    scales, minimums = columns
     totals = add_scaled(x.scales, blocks, block, scales, dots, totals)
     if w.minimums:
-        minimums = _load_columns(w, at + BLOCK_SCALE_BYTES, unpacks, unpacked.minimums, group)
         totals = subtract_minimums(x.scales, blocks, block, sums, sum_offsets, group, minimums, totals)
     return totals
 
@@ -99,7 +111,7 @@ def _make_tiles(quads: Any, width: int) -> Any:
         return add_quad_dots_to_tiles(x.byte_planes, planes, plane_at, (quad, next_quad), are_signed, highs, lows)
 
     @force_inlined
-    def add_run_of_32(x, w, unpacked, unpacks, at, block, planes, blocks, of_16, totals):
+    def add_run_of_32(x, w, unpacked, are_unpacked, at, block, planes, blocks, of_16, totals):
         """Return the totals plus the products of 32 inputs with a run of each panel.
 
         at: index of the run's codes    block: the number of the block of 32 inputs
@@ -118,35 +130,32 @@ def _make_tiles(quads: Any, width: int) -> Any:
         highs, lows = add_quads(x, planes, plane_at + 8, w, at, 1, highs, lows)
         highs, lows = add_quads(x, planes, plane_at + 16, w, at, 2, highs, lows)
         highs, lows = add_quads(x, planes, plane_at + 24, w, at, 3, highs, lows)
-        # Only formats without sub-scales use `scales_at`. There, a run follows the scales of its block.
-        scales_at, dots = at - block_scale_bytes_of(w), add_tiles(shift_dots(highs), lows)
-        return _add_group_to_tile(
-            x, w, unpacked, unpacks, scales_at, blocks, block, x.sums, blocks, block, dots, totals
-        )
+        columns, dots = _scales_of_group(w, at, are_unpacked, unpacked, block), add_tiles(shift_dots(highs), lows)
+        return _add_group_to_tile(x, w, columns, blocks, block, x.sums, blocks, block, dots, totals)
 
     @force_inlined
-    def add_half_run(x, w, unpacked, at, block, half, planes, blocks, of_16, totals):
+    def add_half_run(x, w, unpacked, are_unpacked, at, block, half, planes, blocks, of_16, totals):
         group, plane_at = 2 * block + half, 2 * (INPUT_BLOCK * block + SMALL_GROUP * half)
         lows = start_dots_with_offset(x.sums_of_16, of_16, group, np.int32(-w.offset), PANELS)
         highs, lows = add_quad(x, planes, plane_at, w, at, 0, half, zero_dots(planes, PANELS), lows)
         highs, lows = add_quad(x, planes, plane_at + 8, w, at, 1, half, highs, lows)
         highs, lows = add_quad(x, planes, plane_at + 16, w, at, 2, half, highs, lows)
         highs, lows = add_quad(x, planes, plane_at + 24, w, at, 3, half, highs, lows)
-        dots = add_tiles(shift_dots(highs), lows)
-        return _add_group_to_tile(x, w, unpacked, True, at, blocks, block, x.sums_of_16, of_16, group, dots, totals)
+        columns, dots = _scales_of_group(w, at, are_unpacked, unpacked, group), add_tiles(shift_dots(highs), lows)
+        return _add_group_to_tile(x, w, columns, blocks, block, x.sums_of_16, of_16, group, dots, totals)
 
     @force_inlined
-    def add_run_of_16(x, w, unpacked, unpacks, at, block, planes, blocks, of_16, totals):
-        totals = add_half_run(x, w, unpacked, at, block, 0, planes, blocks, of_16, totals)
-        return add_half_run(x, w, unpacked, at, block, 1, planes, blocks, of_16, totals)
+    def add_run_of_16(x, w, unpacked, are_unpacked, at, block, planes, blocks, of_16, totals):
+        totals = add_half_run(x, w, unpacked, are_unpacked, at, block, 0, planes, blocks, of_16, totals)
+        return add_half_run(x, w, unpacked, are_unpacked, at, block, 1, planes, blocks, of_16, totals)
 
     def make_tiles(add_run: Any) -> Any:
         @inlined
-        def tile(x, t, rows, w, panel, unpacked, unpacks, y, ahead, step):
+        def tile(x, t, rows, w, panel, unpacked, are_unpacked, y, ahead, step):
             """Multiply ROWS rows, from row t on, with PANELS panels, from `panel` on.
 
             rows: the number of rows that are left. If it is less than ROWS, the last row is computed several times.
-            unpacks: whether the scales and minimums of these panels are in the UnpackBuffer `unpacked`
+            are_unpacked: whether the scales and minimums of these panels are in the UnpackBuffer `unpacked`
             ahead, step: from index `ahead` on, the arena is prefetched at steps of `step` bytes, `lines` times in a run
             """
             K, N, column = w.K, w.N, panel * COLUMNS
@@ -162,7 +171,7 @@ def _make_tiles(quads: Any, width: int) -> Any:
                 at += before_run + (0 if block & block_mask else before_block)
                 for line in range(lines):
                     prefetch_to_l2(w.arena, ahead + line * step)
-                totals = add_run(x, w, unpacked, unpacks, at, block, planes, blocks, of_16, totals)
+                totals = add_run(x, w, unpacked, are_unpacked, at, block, planes, blocks, of_16, totals)
                 at, ahead = at + 64 * width, ahead + lines * step
             if column + PANELS * COLUMNS <= N:
                 store_totals(y, outputs, 0, totals)
@@ -172,13 +181,13 @@ def _make_tiles(quads: Any, width: int) -> Any:
         @inlined
         def tiles(x, first_row, last_row, w, panel, next_panel, unpacked, y):
             runs, count = w.K // INPUT_BLOCK, (last_row - first_row + ROWS - 1) // ROWS
-            unpacks = w.block > INPUT_BLOCK or count > _TILES_IN_PLACE
-            if unpacks:
+            are_unpacked = w.block > INPUT_BLOCK or count > _TILES_IN_PLACE
+            if are_unpacked:
                 for column in range(PANELS):
                     unpack_scales(w, panel + column, unpacked, column, PANELS)
             ahead, step = w.start + next_panel * w.panel_bytes, PANELS * w.panel_bytes // (lines * runs * count) + 1
             for t in range(first_row, last_row, ROWS):
-                tile(x, t, last_row - t, w, panel, unpacked, unpacks, y, ahead, step)
+                tile(x, t, last_row - t, w, panel, unpacked, are_unpacked, y, ahead, step)
                 ahead += lines * runs * step
 
         return tiles
