@@ -28,6 +28,7 @@ _MOST_STRINGS = 1 << 24  # limit on the strings in an array; Gemma 3's vocabular
 _SEARCH_MINIMUM = 1000  # smaller arrays are read string by string
 _SEARCH_BYTES = 20  # bytes to search per string; a vocabulary's strings take fewer on average, including the length
 _MOST_FALSE_LENGTHS = 64  # `_find_strings` gives up after removing this many false lengths
+_PIECE = 1 << 16  # bytes that `_find_strings` searches at once, so that its arrays leave no 10 MiB of unused heap
 _LARGEST_SHARD_COUNT = 99_999
 
 # GGML's type numbers. Unsupported types are listed too, because error messages name these types.
@@ -82,11 +83,9 @@ def _find_strings(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]
     looks for seven zeros. If a string itself has seven zeros, the byte before these zeros looks like a length. Such a false
     length is removed: unlike a true length, it does not begin where the previous string ends.
     """
-    zeros = data == 0
-    for step in (1, 2, 3):
-        # zeros[i] tells whether a run of zero bytes begins at i: a run of 2 after the first round, then of 4, then of 7.
-        zeros = zeros[:-step] & zeros[step:]
-    at = np.flatnonzero(zeros[1:])
+    at = np.concatenate(
+        [first + _find_lengths(data[first : first + _PIECE + 7]) for first in range(0, len(data), _PIECE)]
+    )
     for _ in range(_MOST_FALSE_LENGTHS):
         if len(at) < count or at[0] != 0:
             return None
@@ -98,6 +97,15 @@ def _find_strings(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]
         true = int(np.searchsorted(at, following[first]))
         at = np.delete(at, slice(first + 1, max(true, first + 2)))
     return None
+
+
+def _find_lengths(data: np.ndarray) -> np.ndarray:
+    """Return the indices of bytes before seven zeros."""
+    zeros = data == 0
+    for step in (1, 2, 3):
+        # zeros[i] tells whether a run of zero bytes begins at i: a run of 2 after the first round, then of 4, then of 7.
+        zeros = zeros[:-step] & zeros[step:]
+    return np.flatnonzero(zeros[1:])
 
 
 class _Cursor:
