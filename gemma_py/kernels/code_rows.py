@@ -16,7 +16,7 @@ from gemma_py.kernels.panels import (
     sub_scale_bytes_of,
 )
 from gemma_py.kernels.simd.codes import words_xor
-from gemma_py.kernels.simd.dots import dot_pairs, dot_quads, dot_quads_as_assembly, load_splat_pair, load_splat_quad
+from gemma_py.kernels.simd.dots import dot_pairs, dot_quads, load_splat_pair, load_splat_quad
 from gemma_py.kernels.simd.neon import dot_byte_run, dot_word_run
 from gemma_py.kernels.simd.target import FLIPS_LOW, IS_ARM64, USES_SDOT, USES_VNNI
 from gemma_py.kernels.simd.vectors import (
@@ -36,9 +36,7 @@ from gemma_py.kernels.simd.vectors import (
     zero_ints,
 )
 
-# A product of a few rows prefetches codes this many bytes ahead, if it does (see `prefetched`). A product of one row does not,
-# because prefetches would take the place of loads.
-_AHEAD = 2048
+_AHEAD = 4096  # codes are prefetched this many bytes before they are loaded
 _SIGN_BITS = 0x8080
 
 
@@ -74,29 +72,20 @@ def _add_group(total, w, dot, offset, sx, scales, minimums, code_sum):
     return _subtract_minimum(total, sx, minimums, code_sum) if w.minimums else total
 
 
-def _make_add_quad_dots(dot_function: Any) -> Any:
-    @force_inlined
-    def add_quad_dots(x, at, quads, width, high, low):
-        """Add the dot product of four input codes and four weights to `high` and `low`, for each of 16 outputs.
+@force_inlined
+def _add_quad_dots(x, at, quads, width, high, low):
+    """Add the dot product of four input codes and four weights to `high` and `low`, for each of 16 outputs.
 
-        VNNI multiplies unsigned bytes with signed bytes. So `high` accumulates products of the input's signed high bytes
-        with unsigned weights, and `low` accumulates products of the input's unsigned low bytes with signed weights. Without
-        VNNI, `low` accumulates products of whole 16-bit codes.
-        """
-        if USES_VNNI:
-            unsigned = words_xor(quads, _SIGN_BITS) if width == 8 else quads
-            high = dot_function(unsigned, load_splat_quad(x.byte_planes, 2 * at), high)
-            return high, dot_function(load_splat_quad(x.byte_planes, 2 * at + 4), quads, low)
-        even, odd = quads_to_pairs(quads, width)
-        return high, dot_pairs(
-            load_splat_pair(x.codes, at), even, dot_pairs(load_splat_pair(x.codes, at + 2), odd, low)
-        )
-
-    return add_quad_dots
-
-
-# With `dot_quads_as_assembly`, a single row, which waits for memory, takes 2% less time, and several rows take a third more time.
-_add_quad_dots, _add_quad_dots_of_one_row = _make_add_quad_dots(dot_quads), _make_add_quad_dots(dot_quads_as_assembly)
+    VNNI multiplies unsigned bytes with signed bytes. So `high` accumulates products of the input's signed high bytes
+    with unsigned weights, and `low` accumulates products of the input's unsigned low bytes with signed weights. Without
+    VNNI, `low` accumulates products of whole 16-bit codes.
+    """
+    if USES_VNNI:
+        unsigned = words_xor(quads, _SIGN_BITS) if width == 8 else quads
+        high = dot_quads(unsigned, load_splat_quad(x.byte_planes, 2 * at), high)
+        return high, dot_quads(load_splat_quad(x.byte_planes, 2 * at + 4), quads, low)
+    even, odd = quads_to_pairs(quads, width)
+    return high, dot_pairs(load_splat_pair(x.codes, at), even, dot_pairs(load_splat_pair(x.codes, at + 2), odd, low))
 
 
 @force_inlined
@@ -112,8 +101,13 @@ def _make_row_functions(quads: Any, width: int) -> Any:
         return quads(w.arena, at, 0), quads(w.arena, at, 1), quads(w.arena, at, 2), quads(w.arena, at, 3)
 
     flips_low = 1 if FLIPS_LOW and width == 8 else 0
-    # With VNNI, only codes of 4 bits are prefetched. Multiplying wider codes takes so long that the hardware's prefetches suffice.
-    prefetched = 64 * (width + 1) if width == 4 or not USES_VNNI else 0
+    # With VNNI, prefetches of 8-bit codes make products slower by 13 to 21%. On ARM64, prefetches were not measured.
+    prefetched = 0 if IS_ARM64 or (USES_VNNI and width == 8) else 64 * (width + 1)
+
+    @force_inlined
+    def prefetch_run(w, at):
+        for line in range(0, prefetched, 64):
+            prefetch(w.arena, at + line)
 
     @force_inlined
     def dot_run(x, codes_at, w, at):
@@ -132,40 +126,35 @@ def _make_row_functions(quads: Any, width: int) -> Any:
     # a run while loading it, before the scales are loaded.
     read_run = load_run if not IS_ARM64 else dot_run if USES_SDOT else dot_run_as_words
 
-    def make_add_run(add_quad_dots: Any) -> Any:
-        @force_inlined
-        def add_run(x, codes_at, w, run, scales, minimums, total):
-            """Return a row's total plus the products of 32 inputs with a run of weights.
+    @force_inlined
+    def add_run(x, codes_at, w, run, scales, minimums, total):
+        """Return a row's total plus the products of 32 inputs with a run of weights.
 
-            codes_at: index of the first of the 32 input codes
-            run: what `read_run` returned: on ARM64 the dot products, elsewhere the weights
-            scales, minimums: pairs, one element for each group of 16 inputs
-            """
-            block, offset = codes_at // INPUT_BLOCK, np.int32(w.offset)
-            sx = load_scalar(x.scales, block)
-            if IS_ARM64:
-                dot, dot_2 = run
-            else:
-                high, low, high_2, low_2 = zero_ints(4)
-                # With VNNI, `add_quad_dots` makes 8-bit weight codes unsigned by adding 128. The totals begin with flip_sums,
-                # which subtracts what the 128 add to the dot product.
-                if USES_VNNI and width == 8:
-                    high = splat(np.int32(load_scalar(x.flip_sums, 2 * block)))
-                    high_2 = splat(np.int32(load_scalar(x.flip_sums, 2 * block + 1)))
-                for v, (first, second) in enumerate(run):
-                    high, low = add_quad_dots(x, codes_at + 4 * v, first, width, high, low)
-                    high_2, low_2 = add_quad_dots(x, codes_at + SMALL_GROUP + 4 * v, second, width, high_2, low_2)
-                dot, dot_2 = _join_dots(high, low), _join_dots(high_2, low_2)
-            if w.group == INPUT_BLOCK:
-                code_sum = load_scalar(x.sums, block)
-                return _add_group(total, w, add(dot, dot_2), offset, sx, scales[0], minimums[0], code_sum)
-            code_sum, code_sum_2 = load_scalar(x.sums_of_16, 2 * block), load_scalar(x.sums_of_16, 2 * block + 1)
-            total = _add_group(total, w, dot, offset, sx, scales[0], minimums[0], code_sum)
-            return _add_group(total, w, dot_2, offset, sx, scales[1], minimums[1], code_sum_2)
-
-        return add_run
-
-    add_run, add_run_of_one_row = make_add_run(_add_quad_dots), make_add_run(_add_quad_dots_of_one_row)
+        codes_at: index of the first of the 32 input codes
+        run: what `read_run` returned: on ARM64 the dot products, elsewhere the weights
+        scales, minimums: pairs, one element for each group of 16 inputs
+        """
+        block, offset = codes_at // INPUT_BLOCK, np.int32(w.offset)
+        sx = load_scalar(x.scales, block)
+        if IS_ARM64:
+            dot, dot_2 = run
+        else:
+            high, low, high_2, low_2 = zero_ints(4)
+            # With VNNI, `_add_quad_dots` makes 8-bit weight codes unsigned by adding 128. The totals begin with flip_sums,
+            # which subtracts what the 128 add to the dot product.
+            if USES_VNNI and width == 8:
+                high = splat(np.int32(load_scalar(x.flip_sums, 2 * block)))
+                high_2 = splat(np.int32(load_scalar(x.flip_sums, 2 * block + 1)))
+            for v, (first, second) in enumerate(run):
+                high, low = _add_quad_dots(x, codes_at + 4 * v, first, width, high, low)
+                high_2, low_2 = _add_quad_dots(x, codes_at + SMALL_GROUP + 4 * v, second, width, high_2, low_2)
+            dot, dot_2 = _join_dots(high, low), _join_dots(high_2, low_2)
+        if w.group == INPUT_BLOCK:
+            code_sum = load_scalar(x.sums, block)
+            return _add_group(total, w, add(dot, dot_2), offset, sx, scales[0], minimums[0], code_sum)
+        code_sum, code_sum_2 = load_scalar(x.sums_of_16, 2 * block), load_scalar(x.sums_of_16, 2 * block + 1)
+        total = _add_group(total, w, dot, offset, sx, scales[0], minimums[0], code_sum)
+        return _add_group(total, w, dot_2, offset, sx, scales[1], minimums[1], code_sum_2)
 
     @inlined
     def one_row(x, row, w, panel, y):
@@ -175,9 +164,10 @@ def _make_row_functions(quads: Any, width: int) -> Any:
         for _ in range(w.K // w.block):
             block_scales, block_minimums, at = load_block_scales(w, at)
             for _ in range(w.block // INPUT_BLOCK):
+                prefetch_run(w, at + run_scale_bytes + _AHEAD)
                 run = read_run(x, codes_at, w, at + run_scale_bytes)
                 scales, minimums = load_run_scales(w, block_scales, block_minimums, at, sub_scale_bytes)
-                total = add_run_of_one_row(x, codes_at, w, run, scales, minimums, total)
+                total = add_run(x, codes_at, w, run, scales, minimums, total)
                 at, codes_at = at + run_scale_bytes + 64 * width, codes_at + INPUT_BLOCK
         _store_columns(y, row * w.N + panel * COLUMNS, total, w.N - panel * COLUMNS)
 
@@ -195,8 +185,7 @@ def _make_row_functions(quads: Any, width: int) -> Any:
         for _ in range(w.K // w.block):
             block_scales, block_minimums, at = load_block_scales(w, at)
             for _ in range(w.block // INPUT_BLOCK):
-                for line in range(_AHEAD, _AHEAD + prefetched, 64):
-                    prefetch(w.arena, at + run_scale_bytes + line)
+                prefetch_run(w, at + run_scale_bytes + _AHEAD)
                 run = load_run(x, k, w, at + run_scale_bytes)
                 scales, minimums = load_run_scales(w, block_scales, block_minimums, at, sub_scale_bytes)
                 for row in range(rows):

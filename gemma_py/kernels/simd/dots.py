@@ -116,14 +116,3 @@ def dot_quads(typing, unsigned, signed, total):
     The instruction (vpdpbusd) exists only where USES_VNNI is true.
     """
     return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: dot_quads_value(builder, *args)
-
-
-@intrinsic
-def dot_quads_as_assembly(typing, unsigned, signed, total):
-    """Return what `dot_quads` returns. LLVM loads splats for inline assembly with vbroadcastss instead of vpbroadcastd.
-
-    That is slower, but a single row that waits for memory takes 2% less time.
-    """
-    return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: vnni_instruction(
-        builder, "vpdpbusd", *args
-    )
