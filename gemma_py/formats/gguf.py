@@ -28,7 +28,9 @@ _MOST_STRINGS = 1 << 24  # limit on the strings in an array; Gemma 3's vocabular
 _SEARCH_MINIMUM = 1000  # smaller arrays are read string by string
 _SEARCH_BYTES = 20  # bytes to search per string; a vocabulary's strings take fewer on average, including the length
 _MOST_FALSE_LENGTHS = 64  # `_find_strings` gives up after removing this many false lengths
-_PIECE = 1 << 16  # bytes that `_find_strings` searches at once, so that its arrays leave no 10 MiB of unused heap
+# Bytes that `_find_strings` searches at once. Searching a whole vocabulary at once would leave 10 MiB of freed memory in the
+# process.
+_SEARCH_STEP = 1 << 16
 _LARGEST_SHARD_COUNT = 99_999
 
 # GGML's type numbers. Unsupported types are listed too, because error messages name these types.
@@ -79,13 +81,13 @@ class Texts(Sequence[str]):
 def _find_strings(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray] | None:
     """Find `count` consecutive strings. Return (starts, lengths), or None if the search fails.
 
-    In a GGUF file, a string follows its length, an int64. A length below 256 is one byte and seven zeros, so the search
+    In a GGUF file, a string follows its length, a uint64. A length below 256 is one byte and seven zeros, so the search
     looks for seven zeros. If a string itself has seven zeros, the byte before these zeros looks like a length. Such a false
     length is removed: unlike a true length, it does not begin where the previous string ends.
     """
-    at = np.concatenate(
-        [first + _find_lengths(data[first : first + _PIECE + 7]) for first in range(0, len(data), _PIECE)]
-    )
+    # Neighbouring parts overlap by seven bytes, so that a length whose zeros lie in the next part is found, and only once.
+    starts = range(0, len(data), _SEARCH_STEP)
+    at = np.concatenate([start + _find_lengths(data[start : start + _SEARCH_STEP + 7]) for start in starts])
     for _ in range(_MOST_FALSE_LENGTHS):
         if len(at) < count or at[0] != 0:
             return None
@@ -100,7 +102,7 @@ def _find_strings(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def _find_lengths(data: np.ndarray) -> np.ndarray:
-    """Return the indices of bytes before seven zeros."""
+    """Return the index of every byte that is followed by seven zero bytes."""
     zeros = data == 0
     for step in (1, 2, 3):
         # zeros[i] tells whether a run of zero bytes begins at i: a run of 2 after the first round, then of 4, then of 7.

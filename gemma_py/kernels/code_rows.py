@@ -36,7 +36,7 @@ from gemma_py.kernels.simd.vectors import (
     zero_ints,
 )
 
-_AHEAD = 4096  # codes are prefetched this many bytes before they are loaded
+_AHEAD = 4096  # While a run is multiplied, codes this many bytes after the run are prefetched.
 _SIGN_BITS = 0x8080
 
 
@@ -101,11 +101,14 @@ def _make_row_functions(quads: Any, width: int) -> Any:
         return quads(w.arena, at, 0), quads(w.arena, at, 1), quads(w.arena, at, 2), quads(w.arena, at, 3)
 
     flips_low = 1 if FLIPS_LOW and width == 8 else 0
-    # With VNNI, prefetches of 8-bit codes make products slower by 13 to 21%. On ARM64, prefetches were not measured.
+    # How many bytes are prefetched for each run. Codes may begin within a cache line, so a run of codes lies in one line more
+    # than it fills. With VNNI, products of one or two rows with 8-bit codes are 13 to 21% slower with prefetches. On ARM64,
+    # prefetches were not measured.
     prefetched = 0 if IS_ARM64 or (USES_VNNI and width == 8) else 64 * (width + 1)
 
     @force_inlined
     def prefetch_run(w, at):
+        """Prefetch the codes of a run, which begin at index `at`."""
         for line in range(0, prefetched, 64):
             prefetch(w.arena, at + line)
 

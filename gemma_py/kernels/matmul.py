@@ -300,7 +300,7 @@ def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, others, 
     x: CodedRows, read
     w: CodePanels, read
     y: [T * N] f32, written for these rows and outputs
-    others: how many of the following panels other workers probably compute, so that this worker does not prefetch them
+    others: how many of the following panels other workers probably compute. Tiles of bytes do not prefetch these panels.
     unpacked: UnpackBuffer, the worker's own scratch
     """
     rows = last_row - first_row

@@ -1,5 +1,6 @@
 import resource
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemma_py.errors import FormatError, GemmaError, UnsupportedError
-from gemma_py.formats.gguf import GGUFFile, read_gguf
+from gemma_py.formats.gguf import GGUFFile, _find_strings, read_gguf
 
 
 def read(tmp_path: Path, data: bytes, name: str = "file.gguf") -> GGUFFile:
@@ -174,7 +175,11 @@ LOOKALIKES = [b"", b"\0", b"\0" * 9, b"\1\0\0\0\0\0\0\0", b"\0\0\0\0\0\0\0\0x", 
         ["▁é🙂".encode()] * 1000 + LOOKALIKES,
     ],
 )
-def test_many_strings_match_strings_one_by_one(tmp_path: Path, values: list[bytes]) -> None:
+@pytest.mark.parametrize("step", [1, 7, 50, 1 << 16])
+def test_many_strings_match_strings_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: list[bytes], step: int
+) -> None:
+    monkeypatch.setattr("gemma_py.formats.gguf._SEARCH_STEP", step)
     path = tmp_path / "m.gguf"
     path.write_bytes(assemble([field("a", ARRAY, strings(values)), field("b", ARRAY, strings([b"end"]))], [], b""))
     metadata = read_gguf(path).metadata
@@ -183,15 +188,27 @@ def test_many_strings_match_strings_one_by_one(tmp_path: Path, values: list[byte
     assert list(metadata["b"]) == ["end"]
 
 
+def test_a_search_for_strings_needs_little_memory() -> None:
+    data = np.frombuffer(b"".join(WORD(9) + b"piece%04d" % (number % 10_000) for number in range(200_000)), np.uint8)
+    tracemalloc.start()
+    try:
+        assert _find_strings(data, 200_000) is not None
+        # A search of all bytes at once takes twice the memory of the data; the positions of the strings take 1.5 times as much.
+        assert tracemalloc.get_traced_memory()[1] < 1.75 * len(data)
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_vocabulary_is_not_read_string_by_string(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemma_py.formats.gguf._PIECE", 50)  # so that strings begin at every byte of a piece
+    # The parts that are searched are so short that lengths lie at every place of a part, and also across its end.
+    monkeypatch.setattr("gemma_py.formats.gguf._SEARCH_STEP", 50)
     path = tmp_path / "m.gguf"
     values = [b"piece%d" % number for number in range(3000)] + LOOKALIKES
     path.write_bytes(assemble([field("a", ARRAY, strings(values))], [], b""))
     monkeypatch.setattr(
         "gemma_py.formats.gguf._Cursor._texts_one_by_one", lambda *_: pytest.fail("strings were read one by one")
     )
-    assert len(read_gguf(path).metadata["a"]) == len(values)
+    assert list(read_gguf(path).metadata["a"]) == [value.decode() for value in values]
 
 
 @pytest.mark.parametrize("bad", [b"\xff", b"\xe2\x96", b"\xed\xa0\x80"])

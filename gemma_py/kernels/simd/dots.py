@@ -34,10 +34,12 @@ def load_splat_pair_value(context, builder, array_type, array, index):
     return builder.bitcast(splat_scalar(builder, pair, i32x16.llvm), i16x32.llvm)
 
 
-def vnni_instruction(builder, instruction, a, b, total):
-    """Return total + a * b, computed by a VNNI instruction in registers of the width of `total`.
+def _vpdpwssd(builder, instruction, a, b, total):
+    """Return total + the dot products of pairs of int16, computed in registers of the width of `total`.
 
-    The instruction is inline assembly. LLVM would replace a chain of the intrinsics for vpdpwssd by twice as many other
+    instruction: "vpdpwssd", or "{vex} vpdpwssd" for AVX-VNNI
+
+    The instruction is inline assembly, because LLVM would replace a chain of its intrinsics by twice as many other
     instructions.
     """
     kind = ir.FunctionType(total.type, [total.type] * 3)
@@ -64,7 +66,7 @@ def dot_pairs_value(context, builder, a, b, total):
         return builder.add(builder.add(total, even), odd)
     name, lanes = instruction
     if uses_vnni(*context.codegen().magic_tuple()):
-        return vnni_instruction(builder, "vpdpwssd", a, b, total)
+        return _vpdpwssd(builder, "vpdpwssd", a, b, total)
     if lanes == LANES:
         return builder.add(total, call_llvm(builder, name, i32x16.llvm, [a, b]))
     halves = []
@@ -72,7 +74,7 @@ def dot_pairs_value(context, builder, a, b, total):
         x, y = (shuffle(builder, whole, undefined, range(2 * first, 2 * (first + lanes))) for whole in (a, b))
         half = shuffle(builder, total, total, range(first, first + lanes))
         if multiplies_and_adds_pairs(*context.codegen().magic_tuple()):
-            halves.append(vnni_instruction(builder, "{vex} vpdpwssd", x, y, half))
+            halves.append(_vpdpwssd(builder, "{vex} vpdpwssd", x, y, half))
         else:
             halves.append(builder.add(half, call_llvm(builder, name, half.type, [x, y])))
     low, high = halves

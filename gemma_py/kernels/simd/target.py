@@ -11,7 +11,7 @@ from numba.core.registry import cpu_target
 
 from gemma_py.kernels.simd.builders import LANES
 
-llvm.initialize_native_asmparser()  # needed by the inline assembly of `vnni_instruction` in dots.py
+llvm.initialize_native_asmparser()  # needed by the inline assembly in dots.py
 
 
 def assembly_of(target, source):
