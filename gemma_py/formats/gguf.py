@@ -110,6 +110,14 @@ def _find_lengths(data: np.ndarray) -> np.ndarray:
     return np.flatnonzero(zeros[1:])
 
 
+def _is_utf8(data: np.ndarray) -> bool:
+    try:
+        str(data.data, "utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 class _Cursor:
     """A reader that moves forward through the mapped bytes and never beyond the end of the file."""
 
@@ -150,16 +158,12 @@ class _Cursor:
         if found is not None:
             places, lengths = found
             end = int(places[-1]) + int(lengths[-1])
-            try:
-                # Check that all strings are UTF-8 by decoding the region at once, including the lengths between the strings.
-                # A length of 128 or more is not UTF-8, so decoding fails, and the strings are read one by one.
-                str(window[:end].data, "utf-8")
-            except UnicodeDecodeError:
-                found = None
-        if found is not None and end <= len(window):
-            made = Texts(self.bytes[self.at : self.at + end], places, lengths)
-            self.at += end
-            return made
+            # A length below 128 is a character of its own. So if the region is UTF-8, including the lengths between the
+            # strings, every string is UTF-8.
+            if end <= len(window) and int(lengths.max()) < 128 and _is_utf8(window[:end]):
+                made = Texts(self.bytes[self.at : self.at + end], places, lengths)
+                self.at += end
+                return made
         return self._texts_one_by_one(count, what)
 
     def _texts_one_by_one(self, count: int, what: str) -> list[str]:

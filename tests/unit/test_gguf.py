@@ -221,6 +221,15 @@ def test_a_string_among_many_that_is_not_utf_8_is_named(tmp_path: Path, bad: byt
         read_gguf(path)
 
 
+def test_a_string_that_the_next_length_would_complete_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    values = [b"piece%d" % number for number in range(1200)]
+    values[777:779] = [b"\xc3", b"y" * 0x82]  # C3 82 is a character
+    path.write_bytes(assemble([field("a", ARRAY, strings(values))], [], b""))
+    with pytest.raises(FormatError, match="element 777: not UTF-8"):
+        read_gguf(path)
+
+
 def test_many_strings_that_end_with_the_file_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     data = assemble([field("a", ARRAY, strings([b"piece%d" % number for number in range(1200)]))], [], b"")
