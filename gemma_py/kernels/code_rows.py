@@ -101,8 +101,8 @@ def _make_row_functions(quads: Any, width: int) -> Any:
         return quads(w.arena, at, 0), quads(w.arena, at, 1), quads(w.arena, at, 2), quads(w.arena, at, 3)
 
     flips_low = 1 if FLIPS_LOW and width == 8 else 0
-    # How many bytes are prefetched for each run. Codes may begin within a cache line, so a run of codes lies in one line more
-    # than it fills. With VNNI, products of one or two rows with 8-bit codes are 13 to 21% slower with prefetches. On ARM64,
+    # How many bytes are prefetched for each run. Codes may begin within a cache line, so a run of codes may lie in one line
+    # more than it fills. With VNNI, products of one or two rows with 8-bit codes are 13 to 21% slower with prefetches. On ARM64,
     # prefetches were not measured.
     prefetched = 0 if IS_ARM64 or (USES_VNNI and width == 8) else 64 * (width + 1)
 
