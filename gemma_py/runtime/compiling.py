@@ -7,7 +7,6 @@ the missing kernels itself.
 """
 
 import contextlib
-import hashlib
 import inspect
 import os
 import queue
@@ -27,7 +26,7 @@ import numpy as np
 from gemma_py import machine
 from gemma_py.errors import GemmaWarning
 from gemma_py.kernels.decorator import CACHE
-from gemma_py.kernels.simd.target import TARGET
+from gemma_py.kernels.simd.target import TARGET, key_of
 from gemma_py.progress import ReportProgress, no_report
 from gemma_py.runtime.batch import Batch, new_scratch
 from gemma_py.runtime.cells import make_cells
@@ -57,7 +56,7 @@ def _mark(cache: Path, kv: str) -> Path:
     Like numba's cache, the file's name depends on the triple, the CPU name and the features. Otherwise, if machines of two
     kinds share a home directory, the second machine would not notice that the kernels there are for the first machine.
     """
-    return cache / f"compiled-{kv}-{hashlib.sha256(repr(TARGET).encode()).hexdigest()[:16]}"
+    return cache / f"compiled-{kv}-{key_of(TARGET)}"
 
 
 def first_time(kv: str) -> bool:

@@ -18,6 +18,8 @@ import gemma_py
 from gemma_py.cli.progress import LoadProgress
 from gemma_py.errors import GemmaWarning
 from gemma_py.kernels.decorator import CACHE, inlined
+from gemma_py.kernels.simd import target
+from gemma_py.kernels.simd.target import TARGET, Instructions, instructions_of, key_of
 from gemma_py.runtime import compiling
 from gemma_py.runtime.cache import KV_TYPES
 
@@ -118,6 +120,29 @@ def test_another_processor_on_one_home_directory_compiles_for_itself(
     ):
         monkeypatch.setattr(compiling, "TARGET", other)
         assert compiling.first_time("float32")
+
+
+def test_answers_of_llvm_are_stored_for_each_target(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    triple, cpu, features = TARGET
+    asked = []
+
+    def ask(what: tuple[str, str, str]) -> Instructions:
+        asked.append(what)
+        return Instructions(zmm=True, vnni=what == TARGET, sdot=False, i8mm=False)
+
+    monkeypatch.setattr(target, "ask_llvm", ask)
+    others = [("aarch64", cpu, features), (triple, "another", features), (triple, cpu, "+another")]
+    for what in (TARGET, *others) * 2:
+        assert instructions_of(what, tmp_path) == (True, what == TARGET, False, False)
+    assert asked == [TARGET, *others]
+    (file,) = tmp_path.glob(f"*{key_of(TARGET)}*")
+    for damaged in (b"", b"5", b"[true]", b"[1, 1, 0, 0]", b"\xff", b"[true, true"):
+        file.write_bytes(damaged)
+        assert instructions_of(TARGET, tmp_path) == instructions_of(TARGET, tmp_path) == (True, True, False, False)
+    assert asked[4:] == [TARGET] * 6
+    for folder in (None, Path("/proc/nowhere")):
+        assert instructions_of(TARGET, folder) == (True, True, False, False)
+    assert asked[10:] == [TARGET] * 2
 
 
 def test_processes_compile_what_this_one_finds(tmp_path: Path) -> None:

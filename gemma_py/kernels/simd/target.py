@@ -1,15 +1,21 @@
 """Detection of the machine's vector instructions.
 
 Only LLVM knows which instructions a CPU name implies. So each check compiles a small function and looks for an
-instruction in the assembly.
+instruction in the assembly. The answers are stored in the directory of the compiled kernels.
 """
 
+import contextlib
+import hashlib
+import json
 from functools import cache
+from typing import NamedTuple
 
 import llvmlite.binding as llvm
 from numba.core.registry import cpu_target
 
+from gemma_py.kernels.decorator import CACHE
 from gemma_py.kernels.simd.builders import LANES
+from gemma_py.paths import atomic_write
 
 llvm.initialize_native_asmparser()  # needed by the inline assembly in dots.py
 
@@ -99,13 +105,51 @@ def uses_zmm(triple, cpu, features):
     return "zmm" in assembly_of((triple, cpu, features), source)
 
 
+class Instructions(NamedTuple):
+    """The answers of LLVM that decide which kernels a target has."""
+
+    zmm: bool
+    vnni: bool
+    sdot: bool
+    i8mm: bool
+
+
+def ask_llvm(target):
+    return Instructions(
+        uses_zmm(*target), uses_vnni(*target), has_neon_dot("sdot", *target), has_neon_dot("usdot", *target)
+    )
+
+
+def key_of(target):
+    """Return a part of the names of files that are for this target only. Machines of two kinds may share a home directory."""
+    return hashlib.sha256(repr(target).encode()).hexdigest()[:16]
+
+
+def instructions_of(target, folder):
+    """Return LLVM's answers for a target, from the file in `folder` that an earlier process has written, if there is one.
+
+    Compiling the checks would take 5 to 9 ms and 10 MiB of memory at every start. Loading compiled kernels does not need this
+    part of LLVM.
+
+    folder: the directory of the compiled kernels, or None if it cannot be written
+    """
+    if folder is None:
+        return ask_llvm(target)
+    path = folder / f"instructions-{key_of(target)}.json"
+    with contextlib.suppress(OSError, ValueError):
+        stored = json.loads(path.read_bytes())
+        if isinstance(stored, list) and [type(answer) for answer in stored] == [bool] * len(Instructions._fields):
+            return Instructions(*stored)
+    answers = ask_llvm(target)
+    with contextlib.suppress(OSError), atomic_write(path) as file:
+        file.write(json.dumps(answers).encode())
+    return answers
+
+
 # The triple, the CPU name and the features for which numba compiles in this process.
 TARGET: tuple[str, str, str] = cpu_target.target_context.codegen().magic_tuple()
-USES_ZMM: bool = uses_zmm(*TARGET)
-USES_VNNI: bool = uses_vnni(*TARGET)
+USES_ZMM, USES_VNNI, USES_SDOT, USES_I8MM = instructions_of(TARGET, CACHE)
 IS_ARM64: bool = is_arm64(TARGET[0])
-USES_SDOT: bool = has_neon_dot("sdot", *TARGET)
-USES_I8MM: bool = has_neon_dot("usdot", *TARGET)
 # Whether no instruction multiplies unsigned bytes of inputs with signed weights. Then the weights are made unsigned by adding
 # 128, which flips their sign bits.
 FLIPS_LOW: bool = USES_SDOT and not USES_I8MM
