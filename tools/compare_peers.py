@@ -66,8 +66,8 @@ PEERS = (
     Peer(
         "llama.cpp",
         ("llama_cpp",),
-        "pip install llama-cpp-python  (compiles for some minutes; where its first pass dies of signal 11, as AMX code of "
-        "GCC 12 does, leave AMX out: CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON "
+        "pip install llama-cpp-python  (compiles for some minutes; where its first pass dies of signal 11, seen with GCC "
+        "12 on a processor with AMX, leave AMX out: CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON "
         "-DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON')",
         {
             "flash attention": {"flash_attn": True, "n_ubatch": 512},

@@ -37,7 +37,7 @@ from gemma_py.kernels.simd.vectors import (
 )
 
 # While a run is multiplied, codes this many bytes after the run are prefetched. Both distances were measured: 4,096 on AMD's
-# Zen 4, 1,024 on an Intel Xeon with AMX, where decoding a 4B took 17% longer with 4,096.
+# Zen 4, 1,024 on an Intel Xeon, where decoding a 4B took 12 to 17% longer with 4,096.
 _AHEAD = 4096 if IS_ZEN else 1024
 _SIGN_BITS = 0x8080
 
@@ -105,7 +105,8 @@ def _make_row_functions(quads: Any, width: int) -> Any:
     flips_low = 1 if FLIPS_LOW and width == 8 else 0
     # How many bytes are prefetched for each run. Codes may begin within a cache line, so a run of codes may lie in one line
     # more than it fills. With 8-bit codes and VNNI, prefetches make products of one or two rows 13 to 21% slower on AMD's Zen 4,
-    # but decoding 18% faster on an Intel Xeon. On ARM64, prefetches were not measured.
+    # but decoding the demo model 15 to 18% faster on an Intel Xeon. On
+    # ARM64, prefetches were not measured.
     prefetched = 0 if IS_ARM64 or (IS_ZEN and USES_VNNI and width == 8) else 64 * (width + 1)
 
     @force_inlined
