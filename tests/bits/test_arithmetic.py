@@ -16,6 +16,8 @@ import pytest
 
 from gemma_py.kernels import elementary as production
 from gemma_py.kernels import intrinsics, rows
+from gemma_py.kernels.simd.codes import load_f16
+from gemma_py.kernels.simd.vectors import store
 from gemma_py.models.config import Rope
 from gemma_py.reference import arithmetic, operations
 from gemma_py.reference import elementary as specification
@@ -137,6 +139,20 @@ def test_stored_floats_of_the_kernels_match_the_specification(dtype: Any) -> Non
     both_widened(stored, y)
     expected = bits.astype(np.uint32) << 16
     assert (y.view(np.uint32) == expected[:, None]).all()
+
+
+@numba.njit
+def load_halves(halves, y):
+    for at in range(0, len(y), 16):
+        store(y, at, load_f16(halves, 2 * at))
+
+
+def test_every_finite_float16_is_loaded_exactly() -> None:
+    bits = np.arange(2**16, dtype=np.uint16)
+    finite = bits[bits & 0x7C00 != 0x7C00].view(np.float16)
+    y = np.empty(len(finite), np.float32)
+    load_halves(finite.view(np.int8), y)
+    assert not unequal(y, finite.astype(np.float32)).any()
 
 
 def test_rounding_to_bfloat16_gives_the_nearest_with_ties_to_even() -> None:

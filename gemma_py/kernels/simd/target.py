@@ -74,6 +74,11 @@ def is_arm64(triple):
     return triple.startswith(("aarch64", "arm64"))
 
 
+def is_zen(cpu):
+    """Return whether this is LLVM's name of one of AMD's processors since 2017."""
+    return cpu.startswith("znver")
+
+
 @cache
 def has_neon_dot(name, triple, cpu, features):
     """Return whether the target has this instruction of ARM64, which multiplies bytes and adds the products of each quad.
@@ -150,7 +155,7 @@ def instructions_of(target, folder):
 TARGET: tuple[str, str, str] = cpu_target.target_context.codegen().magic_tuple()
 USES_ZMM, USES_VNNI, USES_SDOT, USES_I8MM = instructions_of(TARGET, CACHE)
 IS_ARM64: bool = is_arm64(TARGET[0])
-IS_ZEN: bool = TARGET[1].startswith("znver")  # AMD's processors since 2017
+IS_ZEN: bool = is_zen(TARGET[1])
 # Whether no instruction multiplies unsigned bytes of inputs with signed weights. Then the weights are made unsigned by adding
 # 128, which flips their sign bits.
 FLIPS_LOW: bool = USES_SDOT and not USES_I8MM
