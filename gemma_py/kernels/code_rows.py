@@ -105,8 +105,7 @@ def _make_row_functions(quads: Any, width: int) -> Any:
     flips_low = 1 if FLIPS_LOW and width == 8 else 0
     # How many bytes are prefetched for each run. Codes may begin within a cache line, so a run of codes may lie in one line
     # more than it fills. With 8-bit codes and VNNI, prefetches make products of one or two rows 13 to 21% slower on AMD's Zen 4,
-    # but decoding the demo model 15 to 18% faster on an Intel Xeon. On
-    # ARM64, prefetches were not measured.
+    # but decoding the demo model 15 to 18% faster on an Intel Xeon. On ARM64, prefetches were not measured.
     prefetched = 0 if IS_ARM64 or (IS_ZEN and USES_VNNI and width == 8) else 64 * (width + 1)
 
     @force_inlined

@@ -100,9 +100,9 @@ def store_byte_planes(typing, array, index, value):
 def load_f16(typing, array, index):
     """Load the sixteen float16 in the 32 bytes from array[index] on, as f32. All sixteen must be finite.
 
-    All ARM64 processors and AMD's Zen have an instruction for the conversion. On other x86-64 processors, it was not measured
-    for subnormal float16, which scales often are. So there, the conversion uses only integer operations and one exact
-    subtraction. No operand is a subnormal float, which would take a hundred cycles.
+    On ARM64 and on AMD's Zen, one instruction converts them. On other x86-64 processors, nobody has measured how long such an
+    instruction takes with subnormal float16, and scales are often subnormal. So there, the conversion uses only integer
+    operations and one exact subtraction. No operand is a subnormal float, which would take a hundred cycles.
     """
     if not is_flat(array, types.int8):
         return None
