@@ -399,7 +399,8 @@ def compare(args: argparse.Namespace, path: Path, directory: Path) -> int:
         there.append(ik_llama(args.ik_llama_bench))
     if not all((directory / peer.prepared).exists() for peer in there):
         say("dequantising")
-        done = subprocess.run([sys.executable, PEERS_TOOL, "prepare", path, directory], capture_output=True, text=True)
+        command = [sys.executable, str(PEERS_TOOL), "prepare", str(path), str(directory), *(peer.name for peer in there)]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise PeerError(
                 f"the float32 weights for the peers could not be written: {done.stderr.strip().rpartition(chr(10))[2]:.300}"

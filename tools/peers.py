@@ -1,6 +1,6 @@
 """gemma_py and other runtimes behind one interface, each in a process that compare_peers.py controls over pipes.
 
-    python tools/peers.py prepare MODEL.gguf DIRECTORY         # writes dequantised weights, for torch and CTranslate2
+    python tools/peers.py prepare MODEL.gguf DIRECTORY [NAME ...]    # writes dequantised weights for torch and these runtimes
     python tools/peers.py serve NAME MODEL.gguf DIRECTORY THREADS [SETTINGS]
 
 serve answers each line of JSON, [method, argument, ...], with a line of JSON. The methods are those of `Runtime`.
@@ -13,7 +13,7 @@ import resource
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,9 @@ def dequantised(path: Path, **options: Any) -> Any:
     )
 
 
-def prepare(path: Path, directory: Path) -> None:
-    """Write the dequantised model to DIRECTORY/float32 for transformers, to DIRECTORY/int8 if CTranslate2 is installed, and
-    to DIRECTORY/openvino if OpenVINO is installed.
+def prepare(path: Path, directory: Path, names: Sequence[str]) -> None:
+    """Write the dequantised model to DIRECTORY/float32 for transformers, and if they are among the names, to DIRECTORY/int8
+    for CTranslate2 and to DIRECTORY/openvino for OpenVINO.
     """
     import tokenizers
     import transformers
@@ -50,13 +50,13 @@ def prepare(path: Path, directory: Path) -> None:
     # The converter needs a vocabulary. The texts of its tokens do not matter, because only ids are compared.
     vocabulary = {str(number): number for number in range(model.config.vocab_size)}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="3"))
-    names = {"bos_token": "2", "eos_token": "1", "unk_token": "3"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **names).save_pretrained(directory / "float32")
-    if find_spec("ctranslate2"):
+    special = {"bos_token": "2", "eos_token": "1", "unk_token": "3"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **special).save_pretrained(directory / "float32")
+    if "CTranslate2" in names:
         from ctranslate2.converters import TransformersConverter
 
         TransformersConverter(str(directory / "float32")).convert(str(directory / "int8"), quantization="int8")
-    if find_spec("openvino"):
+    if "OpenVINO" in names:
         from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
         options = {"export": True, "quantization_config": OVWeightQuantizationConfig(bits=8)}
@@ -332,6 +332,6 @@ def serve(name: str, path: Path, directory: Path, threads: int, settings: dict[s
 if __name__ == "__main__":
     command, *rest = sys.argv[1:]
     if command == "prepare":
-        prepare(Path(rest[0]), Path(rest[1]))
+        prepare(Path(rest[0]), Path(rest[1]), rest[2:])
     else:
         serve(rest[0], Path(rest[1]), Path(rest[2]), int(rest[3]), json.loads(rest[4]) if len(rest) > 4 else {})
