@@ -399,7 +399,14 @@ def compare(args: argparse.Namespace, path: Path, directory: Path) -> int:
         there.append(ik_llama(args.ik_llama_bench))
     if not all((directory / peer.prepared).exists() for peer in there):
         say("dequantising")
-        command = [sys.executable, str(PEERS_TOOL), "prepare", str(path), str(directory), *(peer.name for peer in there)]
+        command = [
+            sys.executable,
+            str(PEERS_TOOL),
+            "prepare",
+            str(path),
+            str(directory),
+            *(peer.name for peer in there),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise PeerError(
