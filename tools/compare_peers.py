@@ -20,7 +20,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from typing import Any, NamedTuple
 
 from peers import texts
 
+from gemma_py import machine
 from gemma_py.catalog import DEFAULT_MODEL, resolve
 from gemma_py.errors import GemmaError
 
@@ -250,14 +250,6 @@ def whole_process(path: Path, threads: int, rounds: int, with_llama: bool) -> di
 # --- printing ---------------------------------------------------------------------------------------------------------
 
 
-def processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def versions() -> dict[str, str]:
     found = {}
     for package in PACKAGES:
@@ -444,7 +436,7 @@ def compare(args: argparse.Namespace, path: Path, directory: Path) -> int:
     whole = whole_process(path, args.threads, args.rounds, llama)
     counts = {test: count for test, (count, _) in work.items()}
     header: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"), "processor": processor(), "processors": os.cpu_count(),
+        "date": time.strftime("%Y-%m-%d"), "processor": machine.name(), "processors": os.cpu_count(),
         "threads": args.threads, "rounds": args.rounds, "model": path.name, "load_before": round(args.load, 2),
         "versions": versions(),
     }  # fmt: skip
