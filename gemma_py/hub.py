@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from gemma_py.errors import GemmaWarning, InputError, ModelNotFoundError
+from gemma_py.errors import GemmaWarning, InputError, ModelNotFoundError, install
 from gemma_py.progress import ReportProgress, no_report
 
 PREFIX = "hf:"
@@ -88,10 +88,7 @@ def _library(reference: str) -> ModuleType:
         import huggingface_hub
         import huggingface_hub.errors
     except ModuleNotFoundError as error:
-        raise ModelNotFoundError(
-            f"{reference}: downloading needs the package {error.name}; run pip install 'gemma_py[hf]' "
-            "(in a clone: pip install -e '.[hf]')"
-        ) from None
+        raise ModelNotFoundError(f"{reference}: downloading needs the package {error.name}: {install('hf')}") from None
     return huggingface_hub
 
 

@@ -2,12 +2,12 @@
 
     python tools/arm64.py [--cpus neoverse-v1,generic] [--table] [--no-demo] [--work DIRECTORY]
 
-Runs `verify` on tiny models of every family, with weights in F32 and in Q8_0, and traces the demo model. numba on this
+Runs `verify` on tiny models of every family, with weights in F32, Q8_0 and Q4_K, and traces the demo model. numba on this
 machine compiles the kernels for ARM64 into a cache on disk. An ARM64 Python in the emulator qemu loads the kernels from
 this cache. The first run downloads 160 MB with apt and pip: the emulator, Debian's ARM64 Python, and the packages
 numpy, numba, llvmlite, safetensors and tokenizers. The tool needs neither root nor a configured emulator.
 
---table adds other x86-64 and ARM64 processors, every quantised type, and KV rows in bfloat16. In --cpus, x86-64
+--table runs more x86-64 and ARM64 processors, every quantised type, and KV rows in bfloat16 and q8_0. In --cpus, x86-64
 processors have the prefix x86-64: and are not emulated. The last line is one JSON object; the exit code is 1 if a
 result differs.
 """
@@ -32,7 +32,7 @@ TRIPLE = "aarch64-unknown-linux-gnu"
 PACKAGES = ("numpy", "numba", "llvmlite", "safetensors", "tokenizers")
 X86 = "x86-64:"
 CPUS = ("neoverse-v1", "generic")
-TABLE = (f"{X86}haswell", f"{X86}znver3", f"{X86}generic", "neoverse-n1", "neoverse-v1", "cortex-a72")
+TABLE = (f"{X86}haswell", f"{X86}znver3", f"{X86}generic", "neoverse-n1", "neoverse-v1", "cortex-a72", "generic")
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 THREADS, CHUNKS, TOKENS, TRACED = (1, 3), (5, 64), 40, 24
 

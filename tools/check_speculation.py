@@ -3,7 +3,7 @@ digests.
 
     python tools/check_speculation.py [MODEL ...] [--tokens 100000] [--seed 0] [--case CASE]
 
-The model `tiny` stands for a tiny model of each family and two tiny models with a vocabulary. By default, the tool uses
+The model `tiny` stands for a tiny model of each family and two tiny models with a tokenizer. By default, the tool uses
 `tiny` and the demo model. A case has at random
 
 - an engine with 1 to 4 threads and a KV cache of float32, bfloat16 or q8_0;
@@ -58,7 +58,7 @@ from gemma_py.runtime.kv_types import KV_TYPES
 from gemma_py.server.openai.constraint import JsonConstraints
 from gemma_py.templates.notation import CallConstraint, marks_of
 
-FAMILIES = ("gemma1-multi-head", "gemma2", "gemma3", "gemma3-multi-query", "gemma3n-wrapped", "gemma4-e2b", "gemma4-dense",
+FAMILIES = ("gemma1-multi-head", "gemma2", "gemma3", "gemma3-multi-query", "vaultgemma", "gemma3n-wrapped", "gemma4-e2b", "gemma4-dense",
             "gemma4-experts", "gemma4-unified")  # fmt: skip
 DRAFTERS = ("none", "lookup", "prediction", "grammar", "oracle", "half", "random", "wrong")
 SCHEMA = {

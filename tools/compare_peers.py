@@ -1,4 +1,4 @@
-"""Compare the speed of gemma_py with other runtimes, with one GGUF file, equal ids and equal threads.
+"""Compare the speed of gemma_py with other runtimes, with the weights of one GGUF file, equal ids and equal threads.
 
     python tools/compare_peers.py [MODEL] [--threads 2] [--rounds 5] [--peers llama.cpp,torch,CTranslate2,OpenVINO]
     python tools/compare_peers.py --ik-llama-bench PATH      # a llama-bench built from the source of ik_llama.cpp

@@ -2,8 +2,9 @@
 
     python tools/speculation_faults.py [--count 1000] [--seed 0] [--threads 3] [--deadline 1.0] [--kinds death,stall]
 
-After a fault, the tokens so far must be those of the answer without speculation. An error must name the fault, and come
-within the workers' deadline. The session must hold only tokens of the answer, and stay usable. In shared passes and in
+After a fault, the tokens so far must be those of the answer without speculation. A failed pass must raise WorkerError or
+KeyboardInterrupt within the workers' deadline plus two seconds. The session must hold only tokens of the answer, and stay
+usable; after a stall, it may instead refuse further calls, and a new session must work. In shared passes and in
 a server, all answers must be complete and equal to those without speculation, unless their clients cancel. The model is
 tiny. The last line is a JSON document; the exit code is 1 if anything was lost, differed or did not end.
 """

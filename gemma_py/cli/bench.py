@@ -15,7 +15,12 @@ With an embedding model, only prompts are measured. Each prompt is a text that i
 
 --speculate measures speculative decoding instead: recorded prompts are continued with and without speculation. The table shows
 tokens per pass, accepted draft tokens, tokens per second, and the median and the minimum speed-up. The command fails if
-speculation changes an answer.
+speculation changes an answer. -p, -d, --profile, --shape and --csv are then refused.
+
+With --json: {"model", "bytes", "parameters", "format", "machine", "limits", "tests": [{"threads", "test", "tokens", "depth",
+"tokens_per_second", "stdev", "rounds", "gflops", "gbytes_per_second", "of_f32", "of_int16", "of_memory", "digest"}]}; --profile
+adds "profile" to each test. With --json --speculate: {"model", "texts": [{"text", "temperature", "tokens", "tokens_a_pass",
+"guessed", "accepted", "off_tokens_per_second", "auto_tokens_per_second", "speed", "least"}]}.
 """
 
 import argparse
@@ -54,7 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-p", type=naturals, metavar="N,N", help="prompt lengths to measure; 0: none (default: 512,2048)"
     )
-    parser.add_argument("-n", type=naturals, metavar="N,N", help="numbers of tokens to generate; 0: none (default: 64)")
+    parser.add_argument(
+        "-n",
+        type=naturals,
+        metavar="N,N",
+        help="numbers of tokens to generate; 0: none (default: 64; with --speculate 128)",
+    )
     parser.add_argument(
         "-d",
         type=naturals,

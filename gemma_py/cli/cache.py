@@ -3,6 +3,9 @@
 The cache contains the demo model, weights packed for the kernels, tokenizers and compiled kernels. gemma_py creates removed
 entries again when they are needed. A stale entry has the format of another version of gemma_py, or is incomplete because the
 process that wrote the entry was interrupted.
+
+With --json: {"path", "kept": [{"name", "kind", "bytes", "last_use", "stale", "source", "path"}], "bytes"}; with --remove, "removed"
+instead of "kept".
 """
 
 import argparse

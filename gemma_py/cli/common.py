@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gemma_py import machine
 from gemma_py.catalog import DEFAULT_MODEL
-from gemma_py.errors import InputError
+from gemma_py.errors import InputError, install
 from gemma_py.formats.blocks import QUANTS
 from gemma_py.paths import atomic_write
 
@@ -231,9 +231,7 @@ def hosts_of(args: argparse.Namespace) -> "Hosts | None":
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise InputError(
-            "--address needs Ray: pip install 'gemma_py[ray]' (in a clone: pip install -e '.[ray]')"
-        ) from None
+        raise InputError(f"--address needs Ray: {install('ray')}") from None
     return ray_hosts.connect(args.address, args.open)
 
 

@@ -1,6 +1,9 @@
 """Describe a checkpoint: its shape, layers, tensor types, sizes, tokenizer and template.
 
 The weights are not loaded.
+
+With --json: an object with the path, the format, fields of the configuration under their names in config.json, "layers",
+"kv_cache_bytes" for each type of the KV cache, "types", "tokenizer" and "chat_template"; --tensors adds "tensors".
 """
 
 import argparse

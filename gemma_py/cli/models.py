@@ -1,4 +1,8 @@
-"""List the models that can be used by name, and mark those that are available locally."""
+"""List the models that can be used by name, and mark those that are available locally.
+
+With --json: {"models": [{"name", "source", "format", "parameters", "bytes", "license", "shape", "note", "file", "sha256",
+"available_locally"}]}.
+"""
 
 import argparse
 import dataclasses
@@ -25,7 +29,9 @@ def is_local(entry: CatalogEntry) -> bool:
 def run(args: argparse.Namespace) -> None:
     entries = catalogue()
     if args.json:
-        print_json({"models": [dataclasses.asdict(entry) | {"at_hand": is_local(entry)} for entry in entries]})
+        print_json(
+            {"models": [dataclasses.asdict(entry) | {"available_locally": is_local(entry)} for entry in entries]}
+        )
         return
     for entry in entries:
         mark = "*" if is_local(entry) else " "

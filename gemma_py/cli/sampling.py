@@ -34,7 +34,8 @@ def add_speculate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         metavar="MODEL",
-        help="a smaller model with the same vocabulary, which drafts tokens where that saves time; not with --speculate off",
+        help="a smaller model with the same vocabulary, or a Gemma 4 model's assistant, which drafts tokens where that saves time; "
+        "not with --speculate off",
     )
 
 

@@ -1,8 +1,8 @@
 """Serve a model over HTTP with OpenAI's API, and a page to chat with.
 
-Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize, /detokenize, /health, /metrics and
-/openapi.json; an embedding model has /v1/embeddings instead of the first three. The chat page is at /. A response has the same
-bits whichever other requests run at the same time.
+Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize, /detokenize, /v1/audit, /health,
+/metrics and /openapi.json; an embedding model has /v1/embeddings instead of the first three. The chat page is at /, and a page
+that checks receipts at /audit. A response has the same bits whichever other requests run at the same time.
 
 By default only this machine can connect. With another --host, give --api-key-file, or --open to serve without an API key. After
 SIGTERM or Ctrl-C, the server waits for running requests for at most --drain seconds. A second signal ends the server at once.
@@ -33,7 +33,7 @@ from gemma_py.cli.common import (
 )
 from gemma_py.cli.loading import load_engine, start_scheduler
 from gemma_py.cli.sampling import add_speculate
-from gemma_py.errors import InputError
+from gemma_py.errors import InputError, install
 
 _HOST = re.compile(r"[\w.-]+|[\da-fA-F.]*(:[\da-fA-F.]*){2,}(%\w+)?")
 
@@ -201,9 +201,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def needs_extra(error: ModuleNotFoundError) -> InputError:
-    return InputError(
-        f"this command needs the package {error.name}: pip install 'gemma_py[serve]' (in a clone: pip install -e '.[serve]')"
-    )
+    return InputError(f"this command needs the package {error.name}: {install('serve')}")
 
 
 def model_name(model: str) -> str:

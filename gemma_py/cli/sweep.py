@@ -5,6 +5,10 @@ rounds. The efficiency in brackets is the speed per thread, relative to the smal
 setting. A second table shows how long a pass takes that computes guesses of the next tokens, or tokens of several answers, and
 in brackets the multiple of a pass of one token. Logits, keys and values are compared after every run; if two runs differ, the
 first difference is reported and the exit code is 1. Ctrl-C ends the measurement and shows the results so far.
+
+With --json: {"tokens", "new_tokens", "points": [{"threads", "chunk", "prefill_tokens_per_second", "prefill_rounds",
+"prefill_efficiency", "decode_tokens_per_second", "decode_rounds", "decode_efficiency", "pass_seconds": {rows: seconds}}], "best",
+"equal", "difference"}.
 """
 
 import argparse

@@ -10,6 +10,9 @@ numbers of texts in a pass.
 
 To compare two machines, write digests of every phase with --trace FILE on one machine, and read this file with --against FILE on
 the other machine. With --address, every host of a Ray cluster computes such digests, which are compared with this machine's.
+
+With --json: {"equal", "tokens", "reference_tokens", "runs": [{"threads", "shards", "chunk", "logits", "kv"}], "difference"}, where
+logits and kv are digests, and difference is null if all runs are equal. --against adds "against", and --address adds "hosts".
 """
 
 import argparse

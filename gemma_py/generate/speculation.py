@@ -12,9 +12,9 @@ from gemma_py.kernels.matmul import BYTE_ROWS, MAX_BYTE_ROWS, MAX_FEW_ROWS
 
 # The most guesses of a pass, for all its sequences together.
 MOST_GUESSES = 15
-# A guess must gain this much more than it costs, because the estimates of gain and cost are inexact.
+# A guess must gain more than this multiple of its cost, because the estimates of gain and cost are inexact.
 _MARGIN = 1.1
-# The same in a pass of several answers. An answer that ends early thanks to its guesses leaves later passes with fewer rows, and
+# The multiple in a pass of several answers. An answer that ends early thanks to its guesses leaves later passes with fewer rows, and
 # these take more time for a token: with 1.1, eight answers at temperature 0.8 took longer together than without guesses.
 _MARGIN_TOGETHER = 1.5
 # The first estimate of the time that each row takes, as a share of the time of a pass of one row. The rest of a pass's time

@@ -169,7 +169,7 @@ def _normalise(x, at, gain, D, total, eps, y):
 
 @inlined
 def rms_norm_rows(x, gain, D, eps, y, first, last):
-    """Compute y[t, d] = x[t, d] / sqrt(mean(x[t]^2) + eps) * gain[d]. Squares are summed with d ascending.
+    """Compute y[t, d] = (x[t, d] * factor) * gain[d], factor = 1 / sqrt(mean(x[t]^2) + eps). Squares are summed with d ascending.
 
     x: [T * D] f32, read
     gain: [D] f32, read

@@ -206,7 +206,7 @@ def add(x, y):
 
 @jit
 def rms_norm(x, eps, gain=None):
-    """Return y[d] = x[d] / sqrt(mean(x^2) + eps) * gain[d]. If there is no gain, it counts as 1.    x, gain: [D]"""
+    """Return y[d] = (x[d] * factor) * gain[d], factor = 1 / sqrt(mean(x^2) + eps). A missing gain counts as 1.    x, gain: [D]"""
     total = _ZERO
     for d in range(x.shape[0]):
         total = fma(x[d], x[d], total)
