@@ -123,7 +123,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
     def submit(self, request: Q, listener: Listener) -> Ticket:
         """Accept a request. An invalid request raises InputError or ContextError, a full queue Overloaded.
 
-        The listener is called in the scheduler's thread and must not block. The last event is Finished or Failed.
+        The listener is called in a thread of the scheduler, always the same, and must not block. The last event is Finished or Failed.
         """
         ticket = Ticket(self._notify)
         scheduled = self._scheduled(request, listener, ticket)

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from gemma_py.generate.base_scheduler import BaseScheduler, ScheduledRequest, Sc
 from gemma_py.generate.core import Generation, Request
 from gemma_py.generate.embedding import check_generates
 from gemma_py.generate.engine import Engine
-from gemma_py.generate.events import Failed, Finished, Generated, Listener, PrefillProgress, Scored, Usage
+from gemma_py.generate.events import Event, Failed, Finished, Generated, Listener, PrefillProgress, Scored, Usage
 from gemma_py.generate.sampling import ROWS_AT_ONCE
 from gemma_py.receipts.receipt import Receipt
 from gemma_py.runtime.cache import Cache
@@ -33,17 +34,25 @@ _LEAST_BESIDE = 0.5
 _FEWEST_ROWS = 8  # the fewest prompt tokens of a pass, because a smaller pass would hardly be faster
 _UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
 
+_Message = Callable[[], None]  # sends an event to its listener
+
 
 class _Sequence(ScheduledRequest):
-    def __init__(self, generation: Generation, listener: Listener, ticket: Ticket, kv_bytes: int) -> None:
+    def __init__(
+        self, generation: Generation, listener: Listener, ticket: Ticket, kv_bytes: int, outbox: list[_Message]
+    ) -> None:
         super().__init__(listener, ticket)
-        self.generation, self.kv_bytes = generation, kv_bytes
+        self.generation, self.kv_bytes, self._outbox = generation, kv_bytes, outbox
         self.ids = list(generation.prompt)
         self.prompt = np.array(generation.prompt)
         self.cache: Cache | None = None  # None while waiting
         self.cached = 0  # the number of prompt tokens that were copied from the prefix cache
         self.scores = 0  # the number of Scored events that were sent
         self.first_token = 0.0
+
+    def tell(self, event: Event) -> None:
+        """Send an event to the listener with the next call of `Scheduler._deliver`."""
+        self._outbox.append(partial(super().tell, event))
 
     @property
     def position(self) -> int:
@@ -132,18 +141,21 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         self._prefixes = engine.new_prefix_cache(prefix_bytes)
         self._guessed = self._accepted = 0
         self._samplers = ThreadPoolExecutor(thread_name_prefix="gemma_py-sampler")
+        self._outbox: list[_Message] = []
+        self._sender = ThreadPoolExecutor(1, "gemma_py-sender")
         self._row_seconds = 1 / 64  # running average of seconds per token in passes with prompts
         self._thread.start()
 
     def close(self) -> None:
         super().close()
         self._samplers.shutdown()
+        self._sender.shutdown()
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
     def _scheduled(self, request: Request, listener: Listener, ticket: Ticket) -> _Sequence:
         generation = self.engine.generation(request, least_tokens=0)
-        sequence = _Sequence(generation, listener, ticket, self._kv_bytes(generation))
+        sequence = _Sequence(generation, listener, ticket, self._kv_bytes(generation), self._outbox)
         if self.engine.draft is not None:
             generation.use_draft_model(self.engine.draft.sequence(lambda: sequence.cache))
         return sequence
@@ -180,6 +192,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         self._remove_cancelled()
         self._admit()
         sequences, inputs = self._plan()
+        self._deliver()
         if not inputs:
             return
         start = time.monotonic()
@@ -202,6 +215,23 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             if last is not None:
                 self._finish(sequence, last)
         self._measure_pass(inputs, time.monotonic() - start)
+        if self._idle():
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Send the events of the last pass to their listeners, in another thread, while the workers compute the next pass.
+
+        A listener and the code that it wakes need Python's global lock, which workers do not need. If each event were sent at
+        once, this thread would have to wait for the lock before it chooses the token of the next answer.
+        """
+        if self._outbox:
+            messages = self._outbox.copy()
+            self._outbox.clear()
+            self._sender.submit(_send, messages)
+
+    def _fail(self, error: GemmaError) -> None:
+        super()._fail(error)
+        self._deliver()
 
     def _sample(
         self, sequences: Sequence[_Sequence], inputs: Sequence[SequenceInput], results: Sequence[np.ndarray]
@@ -366,6 +396,11 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             self._accepted += 1
             self._computed += 1
         raise AssertionError
+
+
+def _send(messages: Sequence[_Message]) -> None:
+    for message in messages:
+        message()
 
 
 def _answer_rows(part: SequenceInput, logits: np.ndarray) -> tuple[np.ndarray, list[int]]:

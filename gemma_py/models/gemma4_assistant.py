@@ -90,11 +90,13 @@ def joined(assistant: Config, main: Config, where: str) -> Config:
         window = rows.sliding_window
         fits = rows.head_dim == layer.head_dim and layer.num_attention_heads % rows.num_key_value_heads == 0
         if not owners or not fits or window == 1:
-            found = f"width {rows.head_dim}, {rows.num_key_value_heads} heads, window {window}" if owners else "none"
+            rows_found = (
+                f"width {rows.head_dim}, {rows.num_key_value_heads} heads, window {window}" if owners else "none"
+            )
             raise InputError(
                 f"{where}: layer {number} of the assistant needs a layer of the main model with the same kind of window, heads of width "
                 f"{layer.head_dim}, a number of key/value heads that divides {layer.num_attention_heads}, and a window above 1, found "
-                f"{found}"
+                f"{rows_found}"
             )
         layers.append(
             replace(

@@ -1,7 +1,8 @@
-"""A queue that carries the events of one HTTP request from the scheduler's thread into asyncio's event loop."""
+"""A queue that carries the events of one HTTP request from the scheduler into asyncio's event loop."""
 
 import asyncio
 import time
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -15,13 +16,18 @@ ChoiceEvent = tuple[int, Event]  # (index of the choice, event)
 
 
 class EventQueue:
-    """Submits the choices of an HTTP request to the scheduler, and queues their events. `close` cancels unfinished choices."""
+    """Submits the choices of an HTTP request to the scheduler, and queues their events. `close` cancels unfinished choices.
+
+    The event loop is woken once for all events that arrive until it runs, because waking it takes longer than handling an event.
+    """
 
     def __init__(
         self, scheduler: BaseScheduler[Any, Any], job: Job, metrics: Metrics, loop: asyncio.AbstractEventLoop
     ) -> None:
         self._metrics, self._loop = metrics, loop
-        self._queue: asyncio.Queue[ChoiceEvent] = asyncio.Queue()
+        self._events: deque[ChoiceEvent] = deque()
+        self._arrived = asyncio.Event()
+        self._waking = False  # whether the event loop is about to call `_wake`
         self._last_token: dict[int, float] = {}  # index of a choice -> time of the choice's last token
         self._tickets: list[Ticket] = []
         try:
@@ -32,7 +38,7 @@ class EventQueue:
             raise
 
     def _put(self, index: int, event: Event) -> None:
-        """Queue an event. The scheduler calls this in its own thread."""
+        """Queue an event. The scheduler calls this in one of its threads."""
         if isinstance(event, Generated):
             now = time.monotonic()
             if index in self._last_token:
@@ -40,24 +46,30 @@ class EventQueue:
             self._last_token[index] = now
         elif isinstance(event, Finished):
             self._metrics.ended(event.usage)
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
+        self._events.append((index, event))
+        if not self._waking and not self._loop.is_closed():
+            self._waking = True
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._waking = False  # before `get` looks for events, so that an event that comes later wakes the loop again
+        self._arrived.set()
 
     def fail(self, error: GemmaError) -> None:
         """Queue an error. Called in the event loop if the scheduler has failed or hangs."""
-        self._queue.put_nowait((0, Failed(error)))
+        self._events.append((0, Failed(error)))
+        self._arrived.set()
 
     async def get(self, seconds: float | None = None) -> list[ChoiceEvent]:
         """Wait for an event, and return all queued events. Return an empty list if no event arrives within `seconds`."""
-        events = []
         try:
             async with asyncio.timeout(seconds):
-                events.append(await self._queue.get())
+                while not self._events:
+                    self._arrived.clear()
+                    await self._arrived.wait()
         except TimeoutError:
             return []
-        while not self._queue.empty():
-            events.append(self._queue.get_nowait())
-        return events
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def close(self) -> None:
         for ticket in self._tickets:

@@ -17,6 +17,7 @@ from gemma_py.server.events import EventQueue
 from gemma_py.server.openai.builders import ResponseBuilder
 from gemma_py.server.openai.errors import api_error
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 KEEP_ALIVE_SECONDS = 10.0  # a stream sends a keep-alive comment after this time without an event
 
 
@@ -73,7 +74,7 @@ def encode_events(chunks: list[dict[str, Any]], typed: bool) -> bytes:
     for chunk in chunks:
         if typed:
             lines.append(f"event: {chunk['type']}\n")
-        lines.append(f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n")
+        lines.append(f"data: {_encode(chunk)}\n\n")
     return "".join(lines).encode("utf-8", "replace")
 
 

@@ -290,7 +290,9 @@ def test_assistants_that_do_not_fit_are_refused(checkpoints: dict[str, Path], tm
     assistant = written("gemma4-dense", tmp_path / "assistant")
     with pytest.raises(InputError, match="an assistant only guesses tokens for another model"):
         gemma_py.load(assistant)
-    with pytest.raises(InputError, match=r"layer 2 of the assistant needs a layer of the main model with the same kind of window"):
+    with pytest.raises(
+        InputError, match=r"layer 2 of the assistant needs a layer of the main model with the same kind of window"
+    ):
         gemma_py.load(checkpoints["gemma4-dense-untied-old-config"], draft=assistant)
     with pytest.raises(InputError, match="needs the vocabulary of the main model"):
         gemma_py.load(TINY, draft=assistant)

@@ -247,8 +247,6 @@ def test_without_a_network_the_copy_is_used_and_said(cache: Path, monkeypatch: p
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(
-        ModelNotFoundError, match=r"needs the package huggingface_hub: pip install 'gemma_py\[hf\]'"
-    ):
+    with pytest.raises(ModelNotFoundError, match=r"needs the package huggingface_hub: pip install 'gemma_py\[hf\]'"):
         resolve("hf:owner/name")
     assert not hub.available_locally("hf:owner/name")

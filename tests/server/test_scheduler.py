@@ -297,8 +297,43 @@ def test_a_listener_that_fails_ends_its_own_request_only(
     scheduler.submit(Request([2], 4000), listener)
     assert isinstance(other.end(), Finished)
     assert isinstance(Client(scheduler, Request([2], 30)).end(), Finished)
-    assert len(heard) <= 3
+    assert len(heard) < 1000
     assert "this listener fails" in capsys.readouterr().err
+
+
+def test_events_are_sent_while_the_next_pass_runs(
+    tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, threads, honest = threading.Semaphore(0), set(), tiny_engine.run_together
+
+    def run(parts: Sequence[SequenceInput]) -> list[np.ndarray]:
+        if parts[0].cache.position:
+            assert heard.acquire(timeout=WAIT), "the token of the last pass was not sent"
+        return honest(parts)
+
+    def listener(event: Event) -> None:
+        threads.add(threading.current_thread().name)
+        if isinstance(event, Generated):
+            heard.release()
+        if isinstance(event, Finished | Failed):
+            ended.set()
+
+    ended = threading.Event()
+    scheduler = Scheduler(tiny_engine)
+    monkeypatch.setattr(tiny_engine, "run_together", run)
+    scheduler.submit(Request([2, 5], 20, speculate="off"), listener)
+    assert ended.wait(WAIT)
+    scheduler.close()
+    assert len(threads) == 1 and scheduler.stats().failed_passes == 0
+
+
+def test_closing_a_scheduler_sends_the_last_events(tiny_engine: gemma_py.Engine) -> None:
+    heard: list[Event] = []
+    for count in range(20):
+        scheduler = Scheduler(tiny_engine)
+        scheduler.submit(Request([2, 5], 4000), heard.append)
+        scheduler.close()
+        assert isinstance(heard[-1], Finished) and sum(isinstance(event, Finished) for event in heard) == count + 1
 
 
 def test_logprobs_are_computed_only_on_request(scheduler: Scheduler) -> None:
@@ -453,21 +488,21 @@ def test_health_reports_a_step_that_does_not_end(tiny_engine: gemma_py.Engine, m
     monkeypatch.setattr(base_scheduler, "SLOWEST_STEP", 0.05)
     scheduler = Scheduler(tiny_engine)
     assert scheduler.health().ok
-    blocked, free, ended = threading.Event(), threading.Event(), threading.Event()
+    blocked, free, honest = threading.Event(), threading.Event(), tiny_engine.run_together
 
-    def listener(event: Event) -> None:
+    def run(parts: Sequence[SequenceInput]) -> list[np.ndarray]:
         blocked.set()
         free.wait(WAIT)
-        if isinstance(event, Finished):
-            ended.set()
+        return honest(parts)
 
-    scheduler.submit(Request([2], 1), listener)
+    monkeypatch.setattr(tiny_engine, "run_together", run)
+    client = Client(scheduler, Request([2], 1))
     assert blocked.wait(WAIT)
     while scheduler.health().ok:
         pass
     assert "no step has ended for" in scheduler.health().why
     free.set()
-    assert ended.wait(WAIT)
+    assert isinstance(client.end(), Finished)
     scheduler.drain(WAIT)
     assert scheduler.health().ok
     scheduler.close()

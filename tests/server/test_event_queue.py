@@ -1,0 +1,85 @@
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gemma_py.errors import ComputationError
+from gemma_py.generate.events import Event, Failed, PrefillProgress
+from gemma_py.server.events import EventQueue
+from gemma_py.server.openai.service import Job
+
+EVENTS = [PrefillProgress(done, 9, 0) for done in range(5)]
+
+
+class Accepts:
+    """A scheduler that accepts every request. listeners: of the requests"""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[Event], None]] = []
+
+    def submit(self, request: Any, listener: Callable[[Event], None]) -> Any:
+        self.listeners.append(listener)
+        return SimpleNamespace(cancel=lambda: None)
+
+
+def queue_of(loop: Any) -> tuple[EventQueue, Callable[[Event], None]]:
+    scheduler: Any = Accepts()
+    metrics: Any = SimpleNamespace()
+    queue = EventQueue(scheduler, Job([None], []), metrics, loop)
+    return queue, scheduler.listeners[0]
+
+
+async def in_turns(queue: EventQueue, send: Callable[[Event], None]) -> list[list[Any]]:
+    """Send events before and while `get` waits, in another thread. Return what each `get` returned."""
+    got = []
+    for _ in range(20):
+        await asyncio.to_thread(send, EVENTS[0])
+        got.append(await queue.get(30))
+        waiting = asyncio.ensure_future(queue.get(0.5))
+        await asyncio.sleep(0)  # now `get` waits
+        await asyncio.to_thread(send, EVENTS[1])
+        got.append(await waiting)
+    return got
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_an_event_wakes_the_event_loop_whenever_it_comes(monkeypatch: pytest.MonkeyPatch, mutant: bool) -> None:
+    """mutant: after the first event, no event wakes the loop."""
+
+    async def run() -> bool:
+        got = await in_turns(*queue_of(asyncio.get_running_loop()))
+        return got == [[(0, EVENTS[0])], [(0, EVENTS[1])]] * 20
+
+    if mutant:
+        monkeypatch.setattr(EventQueue, "_wake", lambda self: self._arrived.set())
+    assert asyncio.run(run()) != mutant
+
+
+def test_events_that_come_together_wake_the_event_loop_once() -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        wakes: list[Callable[[], None]] = []
+        counting: Any = SimpleNamespace(is_closed=lambda: False, call_soon_threadsafe=wakes.append)
+        queue, send = queue_of(counting)
+        for number in (1, 2):
+            for event in EVENTS:
+                send(event)
+            assert len(wakes) == number
+            loop.call_soon(wakes[-1])
+            assert await queue.get(30) == [(0, event) for event in EVENTS]
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def test_no_event_and_an_error() -> None:
+    async def run() -> None:
+        queue, _ = queue_of(asyncio.get_running_loop())
+        assert await queue.get(0.01) == []
+        queue.fail(ComputationError("the engine has failed"))
+        ((index, event),) = await queue.get()
+        assert index == 0 and isinstance(event, Failed)
+
+    asyncio.run(run())
