@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 
@@ -34,12 +33,10 @@ _LEAST_BESIDE = 0.5
 _FEWEST_ROWS = 8  # the fewest prompt tokens of a pass, because a smaller pass would hardly be faster
 _UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
 
-_Message = Callable[[], None]  # sends an event to its listener
-
 
 class _Sequence(ScheduledRequest):
     def __init__(
-        self, generation: Generation, listener: Listener, ticket: Ticket, kv_bytes: int, outbox: list[_Message]
+        self, generation: Generation, listener: Listener, ticket: Ticket, kv_bytes: int, outbox: "Outbox"
     ) -> None:
         super().__init__(listener, ticket)
         self.generation, self.kv_bytes, self._outbox = generation, kv_bytes, outbox
@@ -47,12 +44,24 @@ class _Sequence(ScheduledRequest):
         self.prompt = np.array(generation.prompt)
         self.cache: Cache | None = None  # None while waiting
         self.cached = 0  # the number of prompt tokens that were copied from the prefix cache
+        self._withheld = False  # whether an event was not sent, because the request was cancelled
         self.scores = 0  # the number of Scored events that were sent
         self.first_token = 0.0
 
     def tell(self, event: Event) -> None:
-        """Send an event to the listener with the next call of `Scheduler._deliver`."""
-        self._outbox.append(partial(super().tell, event))
+        """Queue an event, which `Scheduler._deliver` sends."""
+        self._outbox.append((self, event))
+
+    def send(self, event: Event) -> None:
+        """Send an event to the listener. After the request was cancelled, only the last event is sent, and if others were
+        withheld, its reason is "cancelled".
+        """
+        if self.ticket.cancelled and not isinstance(event, Finished | Failed):
+            self._withheld = True
+            return
+        if self._withheld and isinstance(event, Finished):
+            event = Finished("cancelled", event.usage)
+        super().tell(event)
 
     @property
     def position(self) -> int:
@@ -92,6 +101,9 @@ class _Sequence(ScheduledRequest):
             len(self.prompt), self.cached, len(self.generation.generated), (self.admitted or now) - self.arrived,
             (self.first_token or now) - self.arrived, now - self.arrived, self.generation.speculation.predicted,
         )  # fmt: skip
+
+
+Outbox = list[tuple[_Sequence, Event]]
 
 
 def shares(needs: Sequence[int], room: int) -> list[int]:
@@ -141,7 +153,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         self._prefixes = engine.new_prefix_cache(prefix_bytes)
         self._guessed = self._accepted = 0
         self._samplers = ThreadPoolExecutor(thread_name_prefix="gemma_py-sampler")
-        self._outbox: list[_Message] = []
+        self._outbox: Outbox = []
         self._sender = ThreadPoolExecutor(1, "gemma_py-sender")
         self._row_seconds = 1 / 64  # running average of seconds per token in passes with prompts
         self._thread.start()
@@ -225,9 +237,9 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         once, this thread would have to wait for the lock before it chooses the token of the next answer.
         """
         if self._outbox:
-            messages = self._outbox.copy()
+            events = self._outbox.copy()
             self._outbox.clear()
-            self._sender.submit(_send, messages)
+            self._sender.submit(_send, events)
 
     def _fail(self, error: GemmaError) -> None:
         super()._fail(error)
@@ -398,9 +410,9 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         raise AssertionError
 
 
-def _send(messages: Sequence[_Message]) -> None:
-    for message in messages:
-        message()
+def _send(events: Outbox) -> None:
+    for sequence, event in events:
+        sequence.send(event)
 
 
 def _answer_rows(part: SequenceInput, logits: np.ndarray) -> tuple[np.ndarray, list[int]]:

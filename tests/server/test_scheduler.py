@@ -297,43 +297,8 @@ def test_a_listener_that_fails_ends_its_own_request_only(
     scheduler.submit(Request([2], 4000), listener)
     assert isinstance(other.end(), Finished)
     assert isinstance(Client(scheduler, Request([2], 30)).end(), Finished)
-    assert len(heard) < 1000
+    assert len(heard) <= 3
     assert "this listener fails" in capsys.readouterr().err
-
-
-def test_events_are_sent_while_the_next_pass_runs(
-    tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heard, threads, honest = threading.Semaphore(0), set(), tiny_engine.run_together
-
-    def run(parts: Sequence[SequenceInput]) -> list[np.ndarray]:
-        if parts[0].cache.position:
-            assert heard.acquire(timeout=WAIT), "the token of the last pass was not sent"
-        return honest(parts)
-
-    def listener(event: Event) -> None:
-        threads.add(threading.current_thread().name)
-        if isinstance(event, Generated):
-            heard.release()
-        if isinstance(event, Finished | Failed):
-            ended.set()
-
-    ended = threading.Event()
-    scheduler = Scheduler(tiny_engine)
-    monkeypatch.setattr(tiny_engine, "run_together", run)
-    scheduler.submit(Request([2, 5], 20, speculate="off"), listener)
-    assert ended.wait(WAIT)
-    scheduler.close()
-    assert len(threads) == 1 and scheduler.stats().failed_passes == 0
-
-
-def test_closing_a_scheduler_sends_the_last_events(tiny_engine: gemma_py.Engine) -> None:
-    heard: list[Event] = []
-    for count in range(20):
-        scheduler = Scheduler(tiny_engine)
-        scheduler.submit(Request([2, 5], 4000), heard.append)
-        scheduler.close()
-        assert isinstance(heard[-1], Finished) and sum(isinstance(event, Finished) for event in heard) == count + 1
 
 
 def test_logprobs_are_computed_only_on_request(scheduler: Scheduler) -> None:

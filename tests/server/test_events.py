@@ -1,12 +1,19 @@
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from crowd import WAIT
 
+import gemma_py
 from gemma_py.errors import ComputationError
-from gemma_py.generate.events import Event, Failed, PrefillProgress
+from gemma_py.generate.core import Request
+from gemma_py.generate.events import Event, Failed, Finished, Generated, PrefillProgress
+from gemma_py.generate.scheduler import Scheduler
+from gemma_py.runtime.runner import SequenceInput
 from gemma_py.server.events import EventQueue
 from gemma_py.server.openai.service import Job
 
@@ -83,3 +90,41 @@ def test_no_event_and_an_error() -> None:
         assert index == 0 and isinstance(event, Failed)
 
     asyncio.run(run())
+
+
+# --- the scheduler ----------------------------------------------------------------------------------------------------
+
+
+def test_events_are_sent_while_the_next_pass_runs(
+    tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, threads, honest = threading.Semaphore(0), set(), tiny_engine.run_together
+
+    def run(parts: Sequence[SequenceInput]) -> list[np.ndarray]:
+        if parts[0].cache.position:
+            assert heard.acquire(timeout=WAIT), "the token of the last pass was not sent"
+        return honest(parts)
+
+    def listener(event: Event) -> None:
+        threads.add(threading.current_thread().name)
+        if isinstance(event, Generated):
+            heard.release()
+        if isinstance(event, Finished | Failed):
+            ended.set()
+
+    ended = threading.Event()
+    scheduler = Scheduler(tiny_engine)
+    monkeypatch.setattr(tiny_engine, "run_together", run)
+    scheduler.submit(Request([2, 5], 20, speculate="off"), listener)
+    assert ended.wait(WAIT)
+    scheduler.close()
+    assert len(threads) == 1 and scheduler.stats().failed_passes == 0
+
+
+def test_closing_a_scheduler_sends_the_last_events(tiny_engine: gemma_py.Engine) -> None:
+    heard: list[Event] = []
+    for count in range(20):
+        scheduler = Scheduler(tiny_engine)
+        scheduler.submit(Request([2, 5], 4000), heard.append)
+        scheduler.close()
+        assert isinstance(heard[-1], Finished) and sum(isinstance(event, Finished) for event in heard) == count + 1
