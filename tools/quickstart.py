@@ -63,10 +63,11 @@ def prepare(task: str) -> None:
         say(f"making {ENVIRONMENT.name} (a few seconds)")
         shutil.rmtree(ENVIRONMENT, ignore_errors=True)
         venv.create(ENVIRONMENT, with_pip=True)
-    stamp = ENVIRONMENT / f"installed-{extra}"
-    wanted = fingerprint(extra)
-    if stamp.exists() and stamp.read_text() == wanted:
-        return
+    stamp, wanted = ENVIRONMENT / f"installed-{extra}", fingerprint(extra)
+    for enough in EXTRAS.values():  # another task may have installed the same packages and more
+        made = ENVIRONMENT / f"installed-{enough}"
+        if {*extra.split(",")} <= {*enough.split(",")} and made.exists() and made.read_text() == fingerprint(enough):
+            return
     there = any(ENVIRONMENT.glob("installed-*"))
     what = "only what is not there yet" if there else f"at most {MEGABYTES.get(task, 350)} MB, the demo model among it"
     say(f"installing gemma_py with the extra '{extra}' (downloads {what})")
@@ -108,8 +109,11 @@ def checks(arguments: list[str]) -> list[tuple[str, ...]]:
 def main() -> int:
     arguments = sys.argv[1:]
     if not arguments or arguments[0] not in EXTRAS:
-        print(__doc__, file=sys.stdout if arguments[:1] in (["-h"], ["--help"]) else sys.stderr)
-        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+        helped = arguments[:1] in (["-h"], ["--help"])
+        print(__doc__, file=sys.stdout if helped else sys.stderr)
+        if arguments and not helped:
+            say(f"unknown task {arguments[0]!r}; for a command of gemma_py, use: run {arguments[0]}")
+        return 0 if helped else 2
     if sys.version_info < (3, 11):  # noqa: UP036  (this file must say so before anything is installed)
         say(f"Python 3.11 or later is needed; this is {sys.version.split()[0]}")
         return 2

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import gemma_py
 from gemma_py.catalog import DEFAULT_MODEL
@@ -23,7 +23,18 @@ _COMMANDS = (
 
 
 class _Parser(argparse.ArgumentParser):
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = args or ()
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
+        """Exit with a message. A misspelt option is named rather than the argument that is therefore missing."""
+        options = [word.partition("=")[0] for word in self._given if word.startswith("--") and word != "--"]
+        unknown = [option for option in options if option not in self._option_string_actions]
+        if message.endswith(("is required", "are required")) and unknown:
+            message = f"unrecognized arguments: {' '.join(unknown)}"
         self.exit(USAGE, f"{self.prog}: {message} (see --help)\n")
 
 

@@ -7,6 +7,7 @@ process exits with an error.
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -38,7 +39,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         # create_server appends the address to its error message. The message below has the address already.
         reason = (error.strerror or str(error)).partition(" (while attempting")[0]
-        raise InputError(f"cannot listen on {host}, port {port}: {reason}") from None
+        other = "; --port 0 takes a free port" if error.errno == errno.EADDRINUSE else ""
+        raise InputError(f"cannot listen on {host}, port {port}: {reason}{other}") from None
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # accepted connections inherit this size
     return made
 

@@ -149,7 +149,7 @@ def test_a_port_in_use_is_one_error(server: Running, run: Run) -> None:
     code, _, err = run("serve", TINY, "--port", server.port)
     assert (code, err) == (
         1,
-        f"gemma_py: cannot listen on 127.0.0.1, port {server.port}: {os.strerror(errno.EADDRINUSE)}\n",
+        f"gemma_py: cannot listen on 127.0.0.1, port {server.port}: {os.strerror(errno.EADDRINUSE)}; --port 0 takes a free port\n",
     )
 
 

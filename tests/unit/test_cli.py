@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -8,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_bytes import small
-from repository import TINY
+from repository import ROOT, TINY
 from tiny_models import VARIANTS
 
 import gemma_py
@@ -305,3 +307,22 @@ def test_logits_that_are_no_numbers_are_an_error(run: Run, monkeypatch: pytest.M
     code, out, err = run("score", TINY, "--text", "some text", "--json")
     assert (code, out) == (1, "")
     assert "NaN" in err
+
+
+def test_a_misspelt_option_is_named(run: Run) -> None:
+    assert run("generate", "--promt", "hi")[::2] == (
+        2,
+        "gemma_py generate: unrecognized arguments: --promt (see --help)\n",
+    )
+    assert "one of the arguments -p/--prompt --file --ids is required" in run("generate")[2]
+
+
+def test_a_text_in_the_place_of_the_model_is_recognised(run: Run) -> None:
+    assert "(MODEL comes first; a text needs the option --prompt)" in run("chat", "What is this?")[2]
+
+
+def test_missing_packages_are_one_line() -> None:
+    command = [sys.executable, "-S", "-m", "gemma_py", "models"]  # -S: without the installed packages
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={}, check=False)
+    assert made.returncode == 1 and made.stderr.count("\n") == 1
+    assert "is not installed for this Python" in made.stderr

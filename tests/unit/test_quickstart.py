@@ -28,6 +28,16 @@ def test_it_says_what_is_downloaded(
     for stamp in tmp_path.iterdir():
         stamp.unlink()
     assert "(downloads at most 450 MB, the demo model among it)" in said("test")
+    assert "installing" in said("run")
+    assert "installing" not in said("chat") + said("serve"), "run installs all packages of chat and serve"
+
+
+def test_an_unknown_task_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["quickstart.py", "verify"])
+    assert quickstart.main() == 2
+    assert capsys.readouterr().err.endswith(
+        "quickstart: unknown task 'verify'; for a command of gemma_py, use: run verify\n"
+    )
 
 
 def test_a_command_has_the_packages_that_its_options_need() -> None:
