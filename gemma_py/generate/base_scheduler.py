@@ -1,5 +1,6 @@
 """The base class of the schedulers of text generation and of embeddings: the queue, the thread, health and shutdown."""
 
+import contextlib
 import threading
 import time
 import traceback
@@ -88,9 +89,10 @@ class ScheduledRequest(ABC):
         """Send an event to the listener. If the listener raises an exception, cancel this request."""
         try:
             self._listener(event)
-        except Exception:
-            traceback.print_exc()
+        except BaseException:  # even SystemExit, because the other requests need this thread
             self.ticket.cancelled = True
+            with contextlib.suppress(OSError):  # stderr may be a closed pipe
+                traceback.print_exc()
 
 
 Q = TypeVar("Q")  # the type of the requests that clients submit
@@ -255,3 +257,4 @@ class BaseScheduler(ABC, Generic[Q, R]):
             left = [*self._running, *self._waiting]
         for request in left:
             self._finish(request, Failed(error))
+        self._notify()

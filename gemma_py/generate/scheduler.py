@@ -6,15 +6,17 @@ change a request's logits. Between passes, the scheduler removes cancelled reque
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import numpy as np
 
 from gemma_py import machine
 from gemma_py.errors import ContextError, GemmaError, InputError, WorkerError
-from gemma_py.generate.base_scheduler import BaseScheduler, ScheduledRequest, SchedulerStats, Ticket
+from gemma_py.generate.base_scheduler import SLOWEST_STEP, BaseScheduler, ScheduledRequest, SchedulerStats, Ticket
 from gemma_py.generate.core import Generation, Request
 from gemma_py.generate.embedding import check_generates
 from gemma_py.generate.engine import Engine
@@ -154,14 +156,19 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         self._guessed = self._accepted = 0
         self._samplers = ThreadPoolExecutor(thread_name_prefix="gemma_py-sampler")
         self._outbox: Outbox = []
-        self._sender = ThreadPoolExecutor(1, "gemma_py-sender")
+        self._sent: SimpleQueue[Outbox | None] = SimpleQueue()
+        self._sender = threading.Thread(target=_send, args=(self._sent,), name="gemma_py-sender", daemon=True)
+        self._sender.start()
         self._row_seconds = 1 / 64  # running average of seconds per token in passes with prompts
         self._thread.start()
 
     def close(self) -> None:
         super().close()
         self._samplers.shutdown()
-        self._sender.shutdown()
+        if not self._thread.is_alive():
+            self._deliver()
+            self._sent.put(None)
+            self._sender.join(SLOWEST_STEP)
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
@@ -203,6 +210,8 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
     def _step(self) -> None:
         self._remove_cancelled()
         self._admit()
+        if self.engine.draft is not None:
+            self._deliver()  # before `_plan`, which runs the draft model
         sequences, inputs = self._plan()
         self._deliver()
         if not inputs:
@@ -239,7 +248,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         if self._outbox:
             events = self._outbox.copy()
             self._outbox.clear()
-            self._sender.submit(_send, events)
+            self._sent.put(events)
 
     def _fail(self, error: GemmaError) -> None:
         super()._fail(error)
@@ -410,9 +419,11 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         raise AssertionError
 
 
-def _send(events: Outbox) -> None:
-    for sequence, event in events:
-        sequence.send(event)
+def _send(sent: "SimpleQueue[Outbox | None]") -> None:
+    while (events := sent.get()) is not None:
+        for sequence, event in events:
+            sequence.send(event)
+        del events, sequence, event  # references would keep memory of ended requests
 
 
 def _answer_rows(part: SequenceInput, logits: np.ndarray) -> tuple[np.ndarray, list[int]]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crowd import WAIT
+from crowd import WAIT, Client
+from repository import TINY
 
 import gemma_py
 from gemma_py.errors import ComputationError
@@ -119,6 +120,52 @@ def test_events_are_sent_while_the_next_pass_runs(
     assert ended.wait(WAIT)
     scheduler.close()
     assert len(threads) == 1 and scheduler.stats().failed_passes == 0
+
+
+def test_a_listener_that_exits_leaves_other_requests_their_events(
+    tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listener raises SystemExit, and the traceback cannot be printed."""
+
+    def listener(event: Event) -> None:
+        raise SystemExit
+
+    def closed() -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("traceback.print_exc", closed)
+    scheduler = Scheduler(tiny_engine)
+    scheduler.submit(Request([2, 5], 4000), listener)
+    client = Client(scheduler, Request([2], 20))
+    assert isinstance(client.end(), Finished) and len(client.made) == 20
+    scheduler.close()
+
+
+def test_events_are_sent_before_the_draft_model_drafts(
+    tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, honest = threading.Semaphore(0), Scheduler._plan
+
+    def plan(scheduler: Scheduler) -> Any:
+        if any(sequence.answering for sequence in scheduler._running):
+            assert heard.acquire(timeout=WAIT), "the token of the last pass was not sent"
+        return honest(scheduler)
+
+    monkeypatch.setattr(Scheduler, "_plan", plan)
+    with gemma_py.load(TINY, draft=TINY) as engine:
+        scheduler = Scheduler(engine)
+        ended = threading.Event()
+
+        def listener(event: Event) -> None:
+            if isinstance(event, Generated):
+                heard.release()
+            if isinstance(event, Finished | Failed):
+                ended.set()
+
+        scheduler.submit(Request([2, 5], 20), listener)
+        assert ended.wait(WAIT)
+        scheduler.close()
+        assert scheduler.stats().failed_passes == 0
 
 
 def test_closing_a_scheduler_sends_the_last_events(tiny_engine: gemma_py.Engine) -> None:
