@@ -9,5 +9,5 @@ except ModuleNotFoundError as error:
         raise
     sys.exit(
         f"gemma_py: the package {error.name} is not installed for this Python. In a clone, run "
-        "`. .venv/bin/activate` first, or python3 tools/quickstart.py run COMMAND"
+        "`. .venv/bin/activate` first, or `python3 tools/quickstart.py run COMMAND`"
     )

@@ -72,7 +72,7 @@ def resolve(model: str | Path, progress: ReportProgress = no_report) -> Path:
     if entry is None:
         close = difflib.get_close_matches(str(model), entries, 1)
         hint = f" (a similar name: {close[0]})" if close else ""
-        if any(character.isspace() for character in str(model)):
+        if " " in str(model) and path.name == str(model) and path.suffix != ".gguf":
             hint = " (MODEL comes first; a text needs the option --prompt)"
         raise ModelNotFoundError(
             f"{model}: no such file or directory, and `gemma_py models` lists no model of this name{hint}; "

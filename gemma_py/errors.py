@@ -1,7 +1,7 @@
 """The exceptions of gemma_py, and the command that messages about a missing package give."""
 
 
-def install(extra: str) -> str:
+def install_command(extra: str) -> str:
     """Return the command that installs an optional part of gemma_py, for messages about a missing package."""
     return f"pip install 'gemma_py[{extra}]' (in a clone: pip install -e '.[{extra}]')"
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from gemma_py.errors import GemmaWarning, InputError, ModelNotFoundError, install
+from gemma_py.errors import GemmaWarning, InputError, ModelNotFoundError, install_command
 from gemma_py.progress import ReportProgress, no_report
 
 PREFIX = "hf:"
@@ -88,7 +88,9 @@ def _library(reference: str) -> ModuleType:
         import huggingface_hub
         import huggingface_hub.errors
     except ModuleNotFoundError as error:
-        raise ModelNotFoundError(f"{reference}: downloading needs the package {error.name}: {install('hf')}") from None
+        raise ModelNotFoundError(
+            f"{reference}: downloading needs the package {error.name}: {install_command('hf')}"
+        ) from None
     return huggingface_hub
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from gemma_py.errors import InputError, install
+from gemma_py.errors import InputError, install_command
 from gemma_py.paths import atomic_write, check_writable
 
 
@@ -12,7 +12,7 @@ def check_drawable(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise InputError(f"figures need matplotlib: {install('plot')}") from None
+        raise InputError(f"figures need matplotlib: {install_command('plot')}") from None
     kinds = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:] not in kinds:
         raise InputError(f"{path}: the name should end in one of {', '.join(f'.{kind}' for kind in sorted(kinds))}")

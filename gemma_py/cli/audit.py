@@ -36,7 +36,7 @@ from gemma_py.checks.audit import (
 )
 from gemma_py.cli.common import add_threads, notify, print_json
 from gemma_py.cli.progress import LoadProgress, ProgressBar
-from gemma_py.errors import ComputationError, GemmaError, install
+from gemma_py.errors import ComputationError, GemmaError, install_command
 from gemma_py.generate.answer import Constraint
 from gemma_py.generate.engine import Engine
 from gemma_py.hub import PREFIX
@@ -170,7 +170,7 @@ def _constraint_maker(engine: Engine) -> Any:
             from gemma_py.server.openai.described_constraint import constraint_maker
         except ModuleNotFoundError as error:
             raise UndecidableError(
-                f"the answer was constrained, which needs the package {error.name}: {install('serve,schema')}"
+                f"the answer was constrained, which needs the package {error.name}: {install_command('serve,schema')}"
             ) from None
         return constraint_maker(engine)(description)
 

@@ -32,7 +32,7 @@ from gemma_py.cli.common import (
 from gemma_py.cli.loading import load_engine
 from gemma_py.cli.sampling import add_sampling, add_speculate, sampling_options
 from gemma_py.cli.screen import PlainScreen, Screen, Stopped
-from gemma_py.errors import ContextError, GemmaError, InputError, install
+from gemma_py.errors import ContextError, GemmaError, InputError, install_command
 from gemma_py.receipts.envelope import Signer
 
 
@@ -103,7 +103,7 @@ def open_screen(args: argparse.Namespace) -> Screen:
         from gemma_py.cli.terminal import Terminal
     except ModuleNotFoundError as error:
         raise InputError(
-            f"a chat in a terminal needs the package {error.name}: {install('chat')}; "
+            f"a chat in a terminal needs the package {error.name}: {install_command('chat')}; "
             "--prompt and piped input work without this package"
         ) from None
     return Terminal({f"/{name}": arguments(name) for name in COMMANDS}, markdown=not args.no_markdown)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gemma_py import machine
 from gemma_py.catalog import DEFAULT_MODEL
-from gemma_py.errors import InputError, install
+from gemma_py.errors import InputError, install_command
 from gemma_py.formats.blocks import QUANTS
 from gemma_py.paths import atomic_write
 
@@ -231,7 +231,7 @@ def hosts_of(args: argparse.Namespace) -> "Hosts | None":
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise InputError(f"--address needs Ray: {install('ray')}") from None
+        raise InputError(f"--address needs Ray: {install_command('ray')}") from None
     return ray_hosts.connect(args.address, args.open)
 
 

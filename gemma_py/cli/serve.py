@@ -33,7 +33,7 @@ from gemma_py.cli.common import (
 )
 from gemma_py.cli.loading import load_engine, start_scheduler
 from gemma_py.cli.sampling import add_speculate
-from gemma_py.errors import InputError, install
+from gemma_py.errors import InputError, install_command
 
 _HOST = re.compile(r"[\w.-]+|[\da-fA-F.]*(:[\da-fA-F.]*){2,}(%\w+)?")
 
@@ -201,7 +201,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def needs_extra(error: ModuleNotFoundError) -> InputError:
-    return InputError(f"this command needs the package {error.name}: {install('serve')}")
+    return InputError(f"this command needs the package {error.name}: {install_command('serve')}")
 
 
 def model_name(model: str) -> str:

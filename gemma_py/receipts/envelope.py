@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemma_py.errors import FormatError, InputError, install
+from gemma_py.errors import FormatError, InputError, install_command
 from gemma_py.formats.files import read_bytes
 from gemma_py.receipts.receipt import Receipt, canonical
 
@@ -173,5 +173,5 @@ def _key_classes() -> tuple[Any, Any]:
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ModuleNotFoundError:
-        raise InputError(f"signatures need the package cryptography: {install('sign')}") from None
+        raise InputError(f"signatures need the package cryptography: {install_command('sign')}") from None
     return ed25519.Ed25519PrivateKey, ed25519.Ed25519PublicKey

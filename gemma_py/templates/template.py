@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gemma_py.errors import InputError, TemplateError, UnsupportedError, install
+from gemma_py.errors import InputError, TemplateError, UnsupportedError, install_command
 from gemma_py.formats.files import parse_json, read_text
 from gemma_py.templates.masks import MESSAGE, OF_OTHERS, Masks
 from gemma_py.tokenizer import Tokenizer
@@ -351,7 +351,7 @@ class Jinja(Template):
 
 def _from_source(source: str, name: str, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> Template:
     if importlib.util.find_spec("jinja2") is None:
-        raise TemplateError(f"{name} needs jinja2: {install('chat')}, or choose one of {', '.join(BUILT_IN)}")
+        raise TemplateError(f"{name} needs jinja2: {install_command('chat')}, or choose one of {', '.join(BUILT_IN)}")
     ends = tuple(end for end in _ENDS if end in source and tokenizer.token_id(end) is not None)
     bos, eos = (None if token is None else tokenizer.piece(token) for token in (tokenizer.bos_id, *eos_token_ids[:1]))
     given = (("bos_token", bos or ""), ("eos_token", eos or ""), ("add_generation_prompt", True))

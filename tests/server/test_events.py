@@ -1,6 +1,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,15 +112,15 @@ def test_events_are_sent_while_the_next_pass_runs(
         if isinstance(event, Generated):
             heard.release()
         if isinstance(event, Finished | Failed):
-            ended.set()
+            last.put(event)
 
-    ended = threading.Event()
+    last: SimpleQueue[Event] = SimpleQueue()
     scheduler = Scheduler(tiny_engine)
     monkeypatch.setattr(tiny_engine, "run_together", run)
     scheduler.submit(Request([2, 5], 20, speculate="off"), listener)
-    assert ended.wait(WAIT)
+    assert isinstance(last.get(timeout=3 * WAIT), Finished)
     scheduler.close()
-    assert len(threads) == 1 and scheduler.stats().failed_passes == 0
+    assert len(threads) == 1
 
 
 def test_a_listener_that_exits_leaves_other_requests_their_events(
@@ -141,9 +142,7 @@ def test_a_listener_that_exits_leaves_other_requests_their_events(
     scheduler.close()
 
 
-def test_events_are_sent_before_the_draft_model_drafts(
-    tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_are_sent_before_the_draft_model_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     heard, honest = threading.Semaphore(0), Scheduler._plan
 
     def plan(scheduler: Scheduler) -> Any:
@@ -154,18 +153,17 @@ def test_events_are_sent_before_the_draft_model_drafts(
     monkeypatch.setattr(Scheduler, "_plan", plan)
     with gemma_py.load(TINY, draft=TINY) as engine:
         scheduler = Scheduler(engine)
-        ended = threading.Event()
+        last: SimpleQueue[Event] = SimpleQueue()
 
         def listener(event: Event) -> None:
             if isinstance(event, Generated):
                 heard.release()
             if isinstance(event, Finished | Failed):
-                ended.set()
+                last.put(event)
 
         scheduler.submit(Request([2, 5], 20), listener)
-        assert ended.wait(WAIT)
+        assert isinstance(last.get(timeout=3 * WAIT), Finished)
         scheduler.close()
-        assert scheduler.stats().failed_passes == 0
 
 
 def test_closing_a_scheduler_sends_the_last_events(tiny_engine: gemma_py.Engine) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gemma_py.errors import ComputationError, install
+from gemma_py.errors import ComputationError, install_command
 from gemma_py.server.openai.errors import ApiError
 from gemma_py.tokenizer import Tokenizer
 
@@ -113,7 +113,7 @@ class JsonConstraints:
         try:
             import llguidance
         except ModuleNotFoundError:
-            message = f"A JSON schema needs the package llguidance: {install('schema')}"
+            message = f"A JSON schema needs the package llguidance: {install_command('schema')}"
             raise ApiError(400, message, param, "unsupported_parameter") from None
         _check_size(schema, param)
         try:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gemma_py.checks.audit import UndecidableError
-from gemma_py.errors import FormatError, install
+from gemma_py.errors import FormatError, install_command
 from gemma_py.generate.answer import AfterThoughts, Constraint
 from gemma_py.generate.engine import Engine
 from gemma_py.server.openai.constraint import JsonConstraints
@@ -26,7 +26,7 @@ def constraint_maker(engine: Engine) -> Callable[[Mapping[str, Any]], Constraint
             import llguidance
         except ModuleNotFoundError:
             raise UndecidableError(
-                f"the answer follows a JSON schema, and checking that needs llguidance: {install('schema')}"
+                f"the answer follows a JSON schema, and checking that needs llguidance: {install_command('schema')}"
             ) from None
         version, ends, schema = (description.get(name) for name in ("llguidance", "ends", "schema"))
         if version != llguidance.__version__:
