@@ -165,10 +165,8 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
     def close(self) -> None:
         super().close()
         self._samplers.shutdown()
-        if not self._thread.is_alive():
-            self._deliver()
-            self._sent.put(None)
-            self._sender.join(SLOWEST_STEP)
+        self._sent.put(None)
+        self._sender.join(SLOWEST_STEP)
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
