@@ -67,9 +67,9 @@ _SURE = 2
 # the other workers then have to leave the run. _TICK: the interval at which the calling thread looks at the workers.
 _PATIENCE, _GRACE, _TICK = 0.7, 0.2, 0.02
 # A worker that yields may lose its core for some milliseconds, even to a process of low priority. So a worker spins for longer
-# than most waits last, which is about 0.05 ms. A team with more workers than logical CPUs yields sooner, because a spinning worker
+# than almost every wait lasts: for about 1 ms. A team with more workers than logical CPUs yields sooner, because a spinning worker
 # keeps another worker from its core.
-_MANY_SPINS, _FEW_SPINS = 2048, 256
+_MANY_SPINS, _FEW_SPINS = 16_384, 256
 _NO_INSTRUMENTS = Instruments()
 _NOT_IEEE = "the thread inherited a floating-point mode that flushes subnormals to zero or does not round to nearest"
 
