@@ -91,8 +91,12 @@ class ScheduledRequest(ABC):
             self._listener(event)
         except BaseException:  # even SystemExit, because the other requests need this thread
             self.ticket.cancelled = True
-            with contextlib.suppress(OSError):  # stderr may be a closed pipe
-                traceback.print_exc()
+            _print_traceback()
+
+
+def _print_traceback() -> None:
+    with contextlib.suppress(Exception):  # stderr may be a closed file or a closed pipe
+        traceback.print_exc()
 
 
 Q = TypeVar("Q")  # the type of the requests that clients submit
@@ -217,7 +221,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
         except WorkerError as error:
             self._fail(error)
         except Exception as error:
-            traceback.print_exc()
+            _print_traceback()
             self._fail(ComputationError(f"the scheduler failed: {type(error).__name__}: {error}"))
 
     def _has_work(self) -> bool:

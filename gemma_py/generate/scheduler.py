@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
+from queue import Full, Queue
 
 import numpy as np
 
@@ -34,6 +34,9 @@ _PASS_SECONDS, _PASS_SECONDS_BESIDE = 0.5, 0.15
 _LEAST_BESIDE = 0.5
 _FEWEST_ROWS = 8  # the fewest prompt tokens of a pass, because a smaller pass would hardly be faster
 _UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
+# The most passes whose events wait to be sent. If a listener blocks, then the scheduler's thread soon blocks too, so that `health`
+# reports it and events do not fill the memory.
+_MOST_UNSENT = 64
 
 
 class _Sequence(ScheduledRequest):
@@ -156,7 +159,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         self._guessed = self._accepted = 0
         self._samplers = ThreadPoolExecutor(thread_name_prefix="gemma_py-sampler")
         self._outbox: Outbox = []
-        self._sent: SimpleQueue[Outbox | None] = SimpleQueue()
+        self._sent: Queue[Outbox | None] = Queue(_MOST_UNSENT)
         self._sender = threading.Thread(target=_send, args=(self._sent,), name="gemma_py-sender", daemon=True)
         self._sender.start()
         self._row_seconds = 1 / 64  # running average of seconds per token in passes with prompts
@@ -165,8 +168,9 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
     def close(self) -> None:
         super().close()
         self._samplers.shutdown()
-        self._sent.put(None)
-        self._sender.join(SLOWEST_STEP)
+        with contextlib.suppress(Full):  # a listener blocks
+            self._sent.put(None, timeout=SLOWEST_STEP)
+            self._sender.join(SLOWEST_STEP)
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
@@ -417,7 +421,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         raise AssertionError
 
 
-def _send(sent: "SimpleQueue[Outbox | None]") -> None:
+def _send(sent: "Queue[Outbox | None]") -> None:
     while (events := sent.get()) is not None:
         for sequence, event in events:
             sequence.send(event)

@@ -18,7 +18,8 @@ ChoiceEvent = tuple[int, Event]  # (index of the choice, event)
 class EventQueue:
     """Submits the choices of an HTTP request to the scheduler, and queues their events. `close` cancels unfinished choices.
 
-    The event loop is woken once for all events that arrive before it runs, because each wake-up takes time from the workers.
+    The event loop is woken once for all events of a request that arrive before it runs, because each wake-up takes time from the
+    workers.
     """
 
     def __init__(

@@ -134,12 +134,18 @@ class Server(uvicorn.Server):
         scheduler = self._app.service.scheduler
         stats = scheduler.stats()
         self._ending(stats.running + stats.waiting)
-        drained = asyncio.to_thread(scheduler.drain, self._drain)
-        # The timer fires only if the engine hangs. Otherwise `drain` has ended every request before.
+        # The timer fires only if the engine hangs. Otherwise `drain` ends every request before.
         late = ComputationError("the engine did not finish the request before the server shut down")
         failing = asyncio.get_running_loop().call_later(self._drain + _LAST_SECONDS / 2, self._app.fail, late)
-        self.cut_off, _ = await asyncio.gather(drained, super().shutdown(sockets))
-        failing.cancel()
+
+        async def drain() -> int:
+            cut_off = await asyncio.to_thread(scheduler.drain, self._drain)
+            left = scheduler.stats()
+            if left.running == left.waiting == 0:
+                failing.cancel()  # clients may still be reading their answers
+            return cut_off
+
+        self.cut_off, _ = await asyncio.gather(drain(), super().shutdown(sockets))
         health = scheduler.health()
         if not health.ok:
             self.failure = health.why

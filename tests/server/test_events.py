@@ -13,6 +13,7 @@ from repository import TINY
 
 import gemma_py
 from gemma_py.errors import ComputationError
+from gemma_py.generate import base_scheduler
 from gemma_py.generate.core import Request
 from gemma_py.generate.events import Event, Failed, Finished, Generated, PrefillProgress
 from gemma_py.generate.scheduler import Scheduler
@@ -124,22 +125,60 @@ def test_events_are_sent_while_the_next_pass_runs(
     assert len(threads) == 1
 
 
-def test_a_listener_that_exits_leaves_other_requests_their_events(
-    tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The listener raises SystemExit, and the traceback cannot be printed."""
+@pytest.fixture(params=[BrokenPipeError, ValueError])
+def no_stderr(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracebacks cannot be printed, because stderr is a closed pipe or a closed file."""
+
+    def closed() -> None:
+        raise request.param
+
+    monkeypatch.setattr("traceback.print_exc", closed)
+
+
+@pytest.mark.usefixtures("no_stderr")
+def test_a_listener_that_exits_leaves_other_requests_their_events(tiny_engine: gemma_py.Engine) -> None:
+    """The listener raises SystemExit."""
 
     def listener(event: Event) -> None:
         raise SystemExit
 
-    def closed() -> None:
-        raise BrokenPipeError
-
-    monkeypatch.setattr("traceback.print_exc", closed)
     scheduler = Scheduler(tiny_engine)
     scheduler.submit(Request([2, 5], 4000), listener)
     client = Client(scheduler, Request([2], 20))
     assert isinstance(client.end(), Finished) and len(client.made) == 20
+    scheduler.close()
+
+
+@pytest.mark.usefixtures("no_stderr")
+def test_requests_end_with_an_error_if_the_scheduler_fails(
+    tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(parts: Sequence[SequenceInput]) -> list[np.ndarray]:
+        raise MemoryError
+
+    monkeypatch.setattr(tiny_engine, "run_together", run)
+    scheduler = Scheduler(tiny_engine)
+    last = Client(scheduler, Request([2, 5], 20)).end()
+    assert isinstance(last, Failed) and "MemoryError" in str(last.error)
+    scheduler.close()
+
+
+def test_health_reports_a_listener_that_blocks(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_scheduler, "SLOWEST_STEP", 1.0)
+    free, last = threading.Event(), SimpleQueue[Event]()
+
+    def listener(event: Event) -> None:
+        free.wait(WAIT)
+        if isinstance(event, Finished | Failed):
+            last.put(event)
+
+    scheduler = Scheduler(tiny_engine)
+    scheduler.submit(Request([2, 5], 500, speculate="off"), listener)
+    while not (why := scheduler.health().why):
+        assert last.empty() and scheduler.stats().passes < 100
+    assert "no step has ended for" in why
+    free.set()
+    assert isinstance(last.get(timeout=WAIT), Finished)
     scheduler.close()
 
 

@@ -200,6 +200,20 @@ def test_sigterm_lets_streams_end_until_the_deadline(drain: str) -> None:
             process.send("GET", "/health", b"")
 
 
+def test_a_slow_client_gets_its_answer_while_the_server_ends() -> None:
+    # The answer has 4 MB, more than the buffers of the sockets hold while nobody reads.
+    asked = {"prompt": "abcdefgh" * 400, "echo": True, "logprobs": 5, "n": 4, "max_tokens": 1, "stream": True}
+    with Process("--drain", "0") as process:
+        stream = process.send("POST", "/v1/completions", json.dumps(asked).encode())
+        assert b"200 OK" in stream.recv(100)
+        wait_until(lambda: {"running": 0, "waiting": 0}.items() <= process.request("GET", "/health")[1].items())
+        process.child.send_signal(signal.SIGTERM)
+        time.sleep(3)
+        text = rest(stream)
+        assert text.count(b'"finish_reason":"length"') == 4 and b'"error":{' not in text
+        assert process.end() == (0, "")
+
+
 def test_programs_read_one_line_of_json() -> None:
     with Process("--json") as process:
         told = json.loads(process.ready)

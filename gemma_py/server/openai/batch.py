@@ -277,7 +277,7 @@ class _Batch:
                         return
 
     def _put(self, running: _RunningRow, index: int, event: Event) -> None:
-        """Queue an event. The scheduler calls this in its own thread."""
+        """Queue an event. The scheduler calls this in one of its threads."""
         self._events.put((running, index, event))
 
     def _take(self) -> None:
