@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,16 +117,21 @@ class Llama(Runtime):
 
         self.api = llama_cpp
         # llama.cpp's own programs also limit the cache of sliding layers to the window. A full cache is not faster.
-        options = {"n_ctx": 4096, "n_gpu_layers": 0, "swa_full": False, "verbose": False}
-        self.model = llama_cpp.Llama(
-            str(path), n_threads=threads, n_threads_batch=threads, n_batch=settings["n_ubatch"], **options, **settings
-        )
+        options = {"n_gpu_layers": 0, "swa_full": False, "verbose": False, "n_batch": settings["n_ubatch"], **settings}
+        self.load = partial(llama_cpp.Llama, str(path), n_threads=threads, n_threads_batch=threads, **options)
+        self.model = self.load(n_ctx=4096)
+
+    def _make_room(self, tokens: int) -> None:
+        if tokens > self.model.n_ctx():
+            self.model.close()
+            self.model = self.load(n_ctx=tokens)
 
     def _logits(self, row: int) -> np.ndarray:
         pointer = self.api.llama_get_logits_ith(self.model.ctx, row)
         return np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab(),))
 
     def prefill(self, ids: list[int]) -> float:
+        self._make_room(len(ids))
         self.model.reset()
         start = time.perf_counter()
         self.model.eval(ids)  # discards cached tokens; computes only the last token's logits
@@ -133,6 +139,7 @@ class Llama(Runtime):
         return time.perf_counter() - start
 
     def decode(self, ids: list[int], count: int) -> float:
+        self._make_room(len(ids) + count)
         self.prefill(ids)
         start = time.perf_counter()
         for _ in range(count):
