@@ -73,7 +73,7 @@ def resolve(model: str | Path, progress: ReportProgress = no_report) -> Path:
         close = difflib.get_close_matches(str(model), entries, 1)
         hint = f" (a similar name: {close[0]})" if close else ""
         if " " in str(model) and path.name == str(model) and path.suffix != ".gguf":
-            hint = " (MODEL comes first; a text needs the option --prompt)"
+            hint = " (this argument is the model; chat and generate take a text with --prompt)"
         raise ModelNotFoundError(
             f"{model}: no such file or directory, and `gemma_py models` lists no model of this name{hint}; "
             "write hf:owner/name for a model of the Hugging Face hub"

@@ -78,7 +78,7 @@ class LoadProgress:
 
     def _count(self, what: str, done: int, total: int, first: bool) -> None:
         if first:
-            _line(f"{what}, once for each type of KV cache: about a minute")
+            _line(f"{what}, once on this machine for each value of --kv: about a minute")
         elif sys.stderr.isatty():
             _write("\r\x1b[K" + (f"{what}: {done} of {total}" if done < total else ""))
 

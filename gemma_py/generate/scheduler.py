@@ -34,8 +34,8 @@ _PASS_SECONDS, _PASS_SECONDS_BESIDE = 0.5, 0.15
 _LEAST_BESIDE = 0.5
 _FEWEST_ROWS = 8  # the fewest prompt tokens of a pass, because a smaller pass would hardly be faster
 _UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
-# The most passes whose events wait to be sent. If a listener blocks, then the scheduler's thread soon blocks too, so that `health`
-# reports it and events do not fill the memory.
+# The largest number of passes whose events wait to be sent. If a listener blocks, then the scheduler's thread soon blocks too, so
+# that `health` reports it and events do not fill the memory.
 _MOST_UNSENT = 64
 
 
@@ -54,12 +54,12 @@ class _Sequence(ScheduledRequest):
         self.first_token = 0.0
 
     def tell(self, event: Event) -> None:
-        """Queue an event, which `Scheduler._deliver` sends."""
+        """Queue an event. `Scheduler._deliver` passes it to the thread that sends it."""
         self._outbox.append((self, event))
 
     def send(self, event: Event) -> None:
-        """Send an event to the listener. After the request was cancelled, only the last event is sent, and if others were
-        withheld, its reason is "cancelled".
+        """Send an event to the listener. After the request was cancelled, send only the last event. If other events were
+        withheld, a last event Finished gets the reason "cancelled".
         """
         if self.ticket.cancelled and not isinstance(event, Finished | Failed):
             self._withheld = True
@@ -159,8 +159,8 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         self._guessed = self._accepted = 0
         self._samplers = ThreadPoolExecutor(thread_name_prefix="gemma_py-sampler")
         self._outbox: Outbox = []
-        self._sent: Queue[Outbox | None] = Queue(_MOST_UNSENT)
-        self._sender = threading.Thread(target=_send, args=(self._sent,), name="gemma_py-sender", daemon=True)
+        self._unsent: Queue[Outbox | None] = Queue(_MOST_UNSENT)
+        self._sender = threading.Thread(target=_send, args=(self._unsent,), name="gemma_py-sender", daemon=True)
         self._sender.start()
         self._row_seconds = 1 / 64  # running average of seconds per token in passes with prompts
         self._thread.start()
@@ -169,7 +169,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         super().close()
         self._samplers.shutdown()
         with contextlib.suppress(Full):  # a listener blocks
-            self._sent.put(None, timeout=SLOWEST_STEP)
+            self._unsent.put(None, timeout=SLOWEST_STEP)
             self._sender.join(SLOWEST_STEP)
 
     # --- from any thread ----------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         if self._outbox:
             events = self._outbox.copy()
             self._outbox.clear()
-            self._sent.put(events)
+            self._unsent.put(events)
 
     def _fail(self, error: GemmaError) -> None:
         super()._fail(error)
@@ -421,8 +421,8 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         raise AssertionError
 
 
-def _send(sent: "Queue[Outbox | None]") -> None:
-    while (events := sent.get()) is not None:
+def _send(unsent: "Queue[Outbox | None]") -> None:
+    while (events := unsent.get()) is not None:
         for sequence, event in events:
             sequence.send(event)
         del events, sequence, event  # references would keep memory of ended requests

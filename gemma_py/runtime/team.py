@@ -66,8 +66,8 @@ _SURE = 2
 # Fractions of the deadline. _PATIENCE: the time without a step after which a worker counts as stalled. _GRACE: the time that
 # the other workers then have to leave the run. _TICK: the interval at which the calling thread looks at the workers.
 _PATIENCE, _GRACE, _TICK = 0.7, 0.2, 0.02
-# A worker that yields may lose its core for some milliseconds, even to a process of low priority. So a worker spins for longer
-# than almost every wait lasts: for about 1 ms. A team with more workers than logical CPUs yields sooner, because a spinning worker
+# A worker that yields may lose its core for some milliseconds, even to a process of low priority. So a worker spins for about
+# 1 ms, which is longer than almost every wait. A team with more workers than logical CPUs yields sooner, because a spinning worker
 # keeps another worker from its core.
 _MANY_SPINS, _FEW_SPINS = 16_384, 256
 _NO_INSTRUMENTS = Instruments()

@@ -134,7 +134,7 @@ class Server(uvicorn.Server):
         scheduler = self._app.service.scheduler
         stats = scheduler.stats()
         self._ending(stats.running + stats.waiting)
-        # The timer fires only if the engine hangs. Otherwise `drain` ends every request before.
+        # The timer fires only if the engine hangs. Otherwise `drain` ends every request before the timer fires.
         late = ComputationError("the engine did not finish the request before the server shut down")
         failing = asyncio.get_running_loop().call_later(self._drain + _LAST_SECONDS / 2, self._app.fail, late)
 
@@ -142,7 +142,7 @@ class Server(uvicorn.Server):
             cut_off = await asyncio.to_thread(scheduler.drain, self._drain)
             left = scheduler.stats()
             if left.running == left.waiting == 0:
-                failing.cancel()  # clients may still be reading their answers
+                failing.cancel()  # a client that still reads a complete answer must not receive an error
             return cut_off
 
         self.cut_off, _ = await asyncio.gather(drain(), super().shutdown(sockets))

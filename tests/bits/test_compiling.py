@@ -149,7 +149,7 @@ def test_processes_compile_what_this_one_finds(tmp_path: Path) -> None:
     for times in range(2):
         out, err = start(tmp_path, "-c", PROGRAM).communicate(timeout=LONG)
         assert out.split() == ["begun", "3", "0", "0"], err
-        assert err == "compiling kernels, once for each type of KV cache: about a minute\n", times
+        assert err == "compiling kernels, once on this machine for each value of --kv: about a minute\n", times
 
 
 @pytest.mark.parametrize("what", ["die", "stop"])
@@ -294,7 +294,7 @@ def test_a_terminal_shows_the_progress(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.warns(GemmaWarning, match="kernels ended early"):
         compilation.wait()
     first, shown = capsys.readouterr().err.split("\n")
-    assert first == "compiling kernels, once for each type of KV cache: about a minute"
+    assert first == "compiling kernels, once on this machine for each value of --kv: about a minute"
     assert shown == "\r\x1b[Kcompiling kernels: 2 of 3\r\x1b[K"
 
 

@@ -318,7 +318,9 @@ def test_a_misspelt_option_is_named(run: Run) -> None:
 
 
 def test_a_text_in_the_place_of_the_model_is_recognised(run: Run) -> None:
-    assert "(MODEL comes first; a text needs the option --prompt)" in run("chat", "What is this?")[2]
+    assert (
+        "(this argument is the model; chat and generate take a text with --prompt)" in run("chat", "What is this?")[2]
+    )
 
 
 def test_missing_packages_are_one_line() -> None:
